@@ -20,7 +20,7 @@ NUM_CLASSES, NUM_LENGTHS = 4, 4
 
 @dataclass(frozen=True)
 class ClassEnv(Env):
-    """Problem whose completion must start with one to four tokens of a class."""
+    """Problem whose completion must start with a given number of tokens (1 to 4) of a given class."""
 
     problem: int
 
@@ -44,13 +44,13 @@ def is_right(problem: int, tokens: Sequence[int]) -> float:
 
 @chz.chz
 class ClassesBuilder(RLDatasetBuilder):
-    """Builder of groups of all problems, in a new order in each epoch; the held-out groups are larger.
+    """Builder of groups of all problems, in a new order in each epoch; the test groups have the same problems.
 
     Attributes:
         groups_per_batch: groups per step.
         group_size: completions per group.
         num_epochs: epochs in the dataset.
-        test_size: completions per held-out group.
+        test_size: completions per test group.
         seed: seed of the orders.
     """
 

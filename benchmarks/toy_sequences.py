@@ -1,8 +1,8 @@
 """Toy model whose sequences can be enumerated, for the exact gradients of expected scores.
 
 The toy has two prompts and six tokens. A sequence has up to four tokens; the last of the six tokens ends it early. The
-toy's parameters are the logits of the next token by prompt and previous token, so the gradient of an expected score is
-a sum over all sequences.
+toy's parameters are the logits of the next token by prompt and previous token. The gradient of an expected score is a
+sum over all sequences.
 """
 
 from __future__ import annotations
@@ -81,14 +81,18 @@ def make_case(logits: Tensor, sampler: Tensor | None, rows: Sequence[Row]) -> tu
 
 
 def scores_of(rows: Sequence[Row], offset: float) -> Tensor:
-    """Scores with an offset per prompt, which must not matter."""
+    """Scores with an offset per prompt, which must not change an estimate."""
     return torch.tensor([score(*row) + offset * (1 + row[0]) for row in rows], dtype=torch.float64)
 
 
 def expected_score_gradient(
     logits: Tensor, candidates: Sequences = SEQUENCES, power: float = 1.0, *, mean: bool = False
 ) -> Tensor:
-    """Exact gradient of the expected score, averaged over prompts, renormalized over the candidates."""
+    """Exact gradient of the expected score under ``p ** power``, normalized over the candidates; mean over prompts.
+
+    Args:
+        mean: whether p is that of the mean logprob of a sequence instead of the sum.
+    """
     logits = logits.clone().requires_grad_()
     values: list[Tensor] = []
     for prompt in range(NUM_PROMPTS):

@@ -1,7 +1,7 @@
 """Startup time of `tinker-flows up`: until every service responds and every deployment exists.
 
-The project home has been used before and the engine serves the tiny model. The peer is a Prefect server until it is
-healthy.
+The project home has been used before and the engine serves the tiny model. The peer is the time until a
+Prefect server alone is healthy.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class TinkerService(Block):
         default=60.0,
         gt=0,
         title="Connect timeout (s)",
-        description="Time limit for the first response of the service; then the run fails.",
+        description="Time limit for each of connecting, the health check and the first request; then the run fails.",
     )
 
     @property
@@ -82,7 +82,7 @@ class TinkerService(Block):
 
     @contextmanager
     def as_default(self) -> Iterator[None]:
-        """Use this service for the clients that the block opens without a URL and without a key."""
+        """Use this service for clients that the `with` body opens with neither URL nor key."""
         from blocks.default_service import default_service
 
         with default_service(self.resolved_url, self._key):
@@ -90,9 +90,9 @@ class TinkerService(Block):
 
     @contextmanager
     def session(self) -> Iterator[tinker.ServiceClient]:
-        """Open a session as `get_client` does; close it when the block ends and report how the block ended.
+        """Open a session as `get_client` does; close it at the end of the `with` body and report how the body ended.
 
-        Clients that the block opens without a URL and without a key use the same service.
+        Clients that the body opens with neither URL nor key use the same service.
         """
         import tinker
 

@@ -66,7 +66,7 @@ def show_checks(base_url: str, storage: str, tracking: str, as_json: bool) -> bo
 
 
 def check_all(base_url: str, storage: str, tracking: str) -> Iterator[Check]:
-    """Run the checks in order. The arguments are config values; an empty one selects the value of the environment."""
+    """Run the checks in order. The arguments are config fields; an empty one has its default, as in a run."""
     checks: dict[str, Callable[[], str]] = {
         "versions": _versions,
         "home": _home,

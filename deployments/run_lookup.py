@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +12,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowRun
 
 from blocks.errors import ConfigError, StorageError, TinkerFlowsError
+from blocks.files.local_directory import LocalDirectory
 from blocks.storage import CONFIG, RunDirectory
 from deployments.methods import METHODS, config_type_of
 from flows.config.base import NamedConfig
@@ -21,6 +23,7 @@ from flows.runs.start.config_record import RecordedConfig
 from flows.runs.tracking.mlflow_run import find_recorded_run
 from objectives.errors import did_you_mean
 from objectives.term_weights.targets import TargetSpec
+from tasks.reports.summary import storage_option
 from tasks.training.checkpoints import Records, read_records
 from tasks.training.tracking.metric_names import safe_name
 from tasks.training.tracking.metrics import MetricsLog
@@ -121,16 +124,12 @@ def report_of(
     location = f"{run.directory.location}/{REPORT}"
     if not rebuild and run.directory.read_bytes(REPORT) is not None:
         return location
-    if writer := run.directory.writer():
-        raise StorageError(
-            f"Run {run_name!r} is in progress ({writer}), and its report is written at its end: until then, see "
-            f"`tinker-flows status {run_name}` and its MLflow run."
-        )
+    _check_ended(run)
     client, mlflow_run = find_mlflow_run(run, read_records(run.directory))
     log = MetricsLog(client, mlflow_run.info.run_id) if mlflow_run else None
     history = log.history() if log else {}
     if mlflow_run is None or log is None or not _has_logged_a_step(history):
-        raise _nothing_logged(run_name, mlflow_run)
+        raise _nothing_logged(run, mlflow_run)
     from tasks.reports.run_report import ReportExtras, write_report
     from tasks.reports.tables import target_rows
 
@@ -170,20 +169,31 @@ def compare_runs(first: str, second: str, storage: str) -> str:
         client, mlflow_run = find_mlflow_run(run, read_records(run.directory))
         history = MetricsLog(client, mlflow_run.info.run_id).history() if mlflow_run else {}
         if mlflow_run is None or not _has_logged_a_step(history):
-            raise _nothing_logged(name, mlflow_run)
+            raise _nothing_logged(run, mlflow_run)
         reported.append(ReportedRun(name, mlflow_run, run.directory, history))
+    _check_ended(find_run(second, storage))
     page = comparison_page(*reported)
     with reported[1].directory as directory:
         directory.write_bytes(f"report-with-{first}.html", page.encode())
         return f"{directory.location}/report-with-{first}.html"
 
 
-def _nothing_logged(run_name: str, mlflow_run: MlflowRun | None) -> ConfigError:
-    why = mlflow_run.data.tags.get(STOPPED_TAG, "") if mlflow_run else ""
-    ended = f" It ended with: {why}" if why else ""
+def _check_ended(run: StoredRun) -> None:
+    # On S3, the lease of a killed writer looks alive for a while, so the page waits for it when it is written.
+    if isinstance(run.directory, LocalDirectory) and (writer := run.directory.writer()):
+        command = f"tinker-flows status {shlex.quote(run.name)}{storage_option(run.name, run.directory.location)}"
+        raise StorageError(
+            f"Run {run.name!r} is in progress ({writer}), and its report is written at its end: see `{command}` and "
+            "its MLflow run until then."
+        )
+
+
+def _nothing_logged(run: StoredRun, mlflow_run: MlflowRun | None) -> ConfigError:
+    why = mlflow_run.data.tags.get(STOPPED_TAG, "").rstrip(".") if mlflow_run else ""
+    command = f"tinker-flows resume {shlex.quote(run.name)}{storage_option(run.name, run.directory.location)}"
     return ConfigError(
-        f"Run {run_name!r} has not logged a step yet, so there is nothing to report: resume it with "
-        f"`tinker-flows resume {run_name}`.{ended}"
+        f"Run {run.name!r} has not logged a step yet{f' ({why})' if why else ''}, so there is nothing to report: "
+        f"resume it with `{command}`."
     )
 
 

@@ -34,7 +34,7 @@ def write(directory: Path) -> None:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Tokenizer with one id per UTF-8 byte (0 to 255), followed by the special tokens. Decoding is lossless.
+    """Tokenizer with one id per UTF-8 byte (0 to 255), then the special tokens. Decoding an encoded text returns it.
 
     >>> tokenizer = byte_tokenizer()
     >>> tokenizer.encode("a é<|im_end|>")

@@ -32,12 +32,12 @@ from objectives.torch_internals import count_changes
 _METRIC = re.compile(r"[\w./ -]{1,100}", re.ASCII)
 
 
-# Folders whose code is not the user's: the standard library, installed packages, and the callers of terms.
+# Folders whose code is not the user's: the standard library, and the callers of terms.
 _ROOT = Path(__file__).parents[1]
 _LIBRARIES = tuple(
     f"{folder}{os.sep}"
     for folder in (
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")),
         *(_ROOT / name for name in ("objectives", "tasks", "flows")),
     )
 )
@@ -312,7 +312,12 @@ def failure(regularizer: Regularizer, doing: str, error: Exception) -> Objective
 def _place(error: Exception) -> str:
     """Return the innermost line of the user's own code in the traceback of an error; empty if it has none."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(("<", *_LIBRARIES))]
+    own = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith(("<", *_LIBRARIES))
+        and not {"site-packages", "dist-packages"} & set(Path(frame.filename).parts)
+    ]
     return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 

@@ -258,7 +258,7 @@ def prefect_database() -> Path:
 
 
 def prepare_prefect_database() -> dict[str, str]:
-    """Return the settings of `prefect_server_env`, without migrations if a template made the database current.
+    """Create a missing database from the template; return `prefect_server_env`, without migrations if it is current.
 
     The caller holds the lock `.prefect.lock` of the project home until the server has started.
     """
@@ -313,7 +313,7 @@ def managed_process(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a process that stops when its standard input is closed: at the end of the block, or when this process dies.
 
-    Its files are readable by their owner only.
+    Only their owner can read the files that it creates.
 
     Args:
         grace_s: seconds the process has to stop; 5 s later it is killed.

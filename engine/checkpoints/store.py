@@ -83,7 +83,7 @@ class CheckpointStore:
                     previous = self._read(target) if target.exists() else None
                     replace_json(target, _CHECKPOINT.dump_python(checkpoint, mode="json"))
             except BaseException:
-                if not self._names_folder(target, folder):  # it does if the flush after the rename failed
+                if not self._may_name(target, folder):  # it does if only the flush after the rename failed
                     shutil.rmtree(target.parent / folder, ignore_errors=True)
                 raise
         if previous is not None:
@@ -203,12 +203,14 @@ class CheckpointStore:
                 path.unlink()
         shutil.rmtree(path.parent / checkpoint.folder, ignore_errors=True)
 
-    def _names_folder(self, path: Path, folder: str) -> bool:
-        """Return whether the description at a path is that of a folder."""
+    def _may_name(self, path: Path, folder: str) -> bool:
+        """Return whether the description at a path may be that of a folder; True if it cannot be read."""
         try:
             return self._read(path).folder == folder
-        except (OSError, EngineError):
+        except FileNotFoundError:
             return False
+        except (OSError, EngineError):
+            return True
 
     def _description_path(self, name: CheckpointName) -> Path:
         return self._runs / run_folder(name.run) / name.kind / f"{name.name}.json"

@@ -136,9 +136,9 @@ def _explain(error: ValidationError, fields: Any, config_type: type[Config]) -> 
             value = value[part]
             parts.append(str(value.get("name", part)) if isinstance(value, dict) else str(part))
         else:
+            is_tag = part == "number" and not (isinstance(value, dict) and part in value)  # of the union of weights
             value = value.get(part) if isinstance(value, dict) else None
-            if part != "number":  # the union tag of a plain weight
-                parts.append(str(part))
+            parts += [] if is_tag else [str(part)]
     path = ".".join(parts)
     if first["type"] == "missing":
         return f"{path!r} is missing"
@@ -153,7 +153,8 @@ def _explain(error: ValidationError, fields: Any, config_type: type[Config]) -> 
         others = f"; the fields are {', '.join(known)}" if known else ""
         return f"the field {path!r} is unknown{did_you_mean(parts[-1], known) or others}"
     if first["type"] == "string_pattern_mismatch" and parts[-1:] == ["run_name"]:
-        return f"{path!r} is {first['input']!r}, but a run name has letters, digits and the characters . _ - only"
+        rule = "a run name starts with a letter or digit and has letters, digits and . _ - only"
+        return f"{path!r} is {first['input']!r}, but {rule}"
     # A validator that loads another config, as rlhf does for each stage, raises a message with this prefix.
     raised = first["msg"].removeprefix("Value error, ").removeprefix("The config is invalid: ").removesuffix(".")
     message = hide_credentials(raised)

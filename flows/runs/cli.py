@@ -100,8 +100,8 @@ def start(flow: str, config: str, file: Path | None, overrides: Sequence[str], s
 
             loaded = load_config(cast("type[Config]", import_path(config)), file, overrides)
             check_references(loaded)
-        with _engine(loaded):
-            with _interrupted_start(), no_collections():
+        with _explained_interrupts(loaded), _engine(loaded):
+            with no_collections():
                 function = cast("Flow[..., Any]", import_path(flow))
                 show_result = cast("Callable[[Any], None]", import_path(show))
             show_result(_run_quietly(function, loaded, server))
@@ -157,20 +157,9 @@ def _engine(config: Config) -> AbstractContextManager[None]:
 
 def _run_quietly(flow: Flow[..., R], config: Config, server: PrefectServer | None) -> R:
     silence_console_logs()
-    with _interrupted_start():
-        _check_resumption(config)
     with _explained_interrupts(config):
+        _check_resumption(config)
         return _run(flow, config, server)
-
-
-@contextmanager
-def _interrupted_start() -> Iterator[None]:
-    """After Ctrl-C during imports, say so; half of a module may be imported, so nothing else can be looked up."""
-    try:
-        yield
-    except KeyboardInterrupt as interrupt:
-        print_notice("Stopped before the run started. The same command starts it.")
-        raise ExplainedInterrupt from interrupt
 
 
 def _check_resumption(config: Config) -> None:
@@ -178,8 +167,9 @@ def _check_resumption(config: Config) -> None:
 
     Raises:
         ConfigError: The config of the run differs or is damaged.
-        StorageError: Another process is writing the run.
+        StorageError: Another process on this machine is writing the run.
     """
+    from blocks.files.local_directory import LocalDirectory
     from blocks.files.lock_holder import locked_error
     from blocks.storage import CONFIG
     from flows.config.base import RunConfig
@@ -190,13 +180,14 @@ def _check_resumption(config: Config) -> None:
 
     if isinstance(config, RunConfig) and config.if_exists == "resume":
         directory = storage_of(config).run_directory(config.run_name)
-        if holder := directory.writer():
+        # On S3, the lease of a killed writer looks alive for a while, so the run itself decides when to take it over.
+        if isinstance(directory, LocalDirectory) and (holder := directory.writer()):
             raise locked_error(directory.location, holder)
         records = resumable(directory)
-        if records and not has_cookbook_config(directory):
+        if records and config.resume != "never" and not has_cookbook_config(directory):
             check_unchanged(directory, config, records[0])
         elif not records and directory.read_bytes(CONFIG) is not None:
-            print_notice(f"{config.run_name} has no checkpoint: it starts from the first step.")
+            print_notice(f"{config.run_name} has no checkpoint: it starts over.")
 
 
 @contextmanager
@@ -209,7 +200,11 @@ def _explained_interrupts(config: Config) -> Iterator[None]:
     except ExplainedInterrupt:
         raise
     except (KeyboardInterrupt, CancelledRun) as interrupt:
-        print_notice(f"Stopped. {_how_to_continue(config)}")
+        try:
+            how = _how_to_continue(config)
+        except (ImportError, AttributeError):  # the interrupt has left a module half imported
+            how = "The run had not started: the same command starts it."
+        print_notice(f"Stopped. {how}")
         raise ExplainedInterrupt from interrupt
 
 

@@ -17,7 +17,7 @@ from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.supervised.types import SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
-from blocks.errors import ConfigError, StorageError
+from blocks.errors import ConfigError, StorageError, TinkerFlowsError
 from blocks.files.local import path_of
 from objectives.config.import_path import import_path
 from objectives.config.import_policy import NotAllowedError, check_builder, check_function
@@ -86,7 +86,7 @@ def build(
 
 @contextmanager
 def data_errors(what: str) -> Iterator[None]:
-    """Report any error inside the block as one of a data source, whose code may be anyone's.
+    """Report errors inside the block as those of a data source, whose code may be anyone's; the project's own pass.
 
     Args:
         what: what is read, such as "Batch 3 of the held-out data".
@@ -97,16 +97,18 @@ def data_errors(what: str) -> Iterator[None]:
     """
     try:
         yield
+    except TinkerFlowsError:
+        raise
     except OSError as error:
-        raise StorageError(
-            f"{what} could not be read ({type(error).__name__}: {one_line(error)}): check the files or the network of "
-            "its data source."
-        ) from error
+        raise StorageError(f"{_unreadable(what, error)}: check the files or the network of its data source.") from error
     except Exception as error:
         raise ConfigError(
-            f"{what} could not be read ({type(error).__name__}: {one_line(error)}): check the parameters and the rows "
-            "of its data source."
+            f"{_unreadable(what, error)}: check the parameters and the rows of its data source."
         ) from error
+
+
+def _unreadable(what: str, error: Exception) -> str:
+    return f"{what} could not be read ({type(error).__name__}: {one_line(error).rstrip('.')})"
 
 
 def takes(field: str, builder: str, params: Mapping[str, Any], name: str) -> bool:

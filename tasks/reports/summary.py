@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -217,8 +218,19 @@ def _lineage(run: MlflowRun, records: Records) -> str | None:
 
 
 def _weighted(history: History) -> list[str]:
-    """Return the regularizers with a positive weight and a share of the gradient, the one with the largest first."""
-    rows = [row for row in recent_term_rows(history)[1] if row.name != BASE and row.weight > 0 and row.grad_share > 0]
+    """Return the regularizers with a weight and a share of the gradient, the one with the largest share first.
+
+    Terms with a target find their weight. A name that MLflow would not accept is not known here.
+    """
+    rows = [
+        row
+        for row in recent_term_rows(history)[1]
+        if row.name != BASE
+        and row.weight > 0
+        and row.grad_share > 0
+        and f"term/{row.name}/multiplier" not in history
+        and re.fullmatch(r"\w{1,60}", row.name)
+    ]
     return [row.name for row in sorted(rows, key=lambda row: -row.grad_share)]
 
 

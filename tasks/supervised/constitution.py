@@ -21,7 +21,7 @@ REVISION = "Write your answer again, so that it follows the principle. Write not
 
 @chz.chz
 class RevisedBuilder(GeneratedDataBuilder):
-    """Prompts of a JSONL file with a model's answers, revised by its own critiques.
+    """Prompts of a JSONL file; a model answers them and revises its answers by its own critiques.
 
     Attributes:
         path: JSONL file whose rows have the fields of `prompt`.
@@ -48,7 +48,7 @@ class RevisedBuilder(GeneratedDataBuilder):
         return train, self.dataset(test, len(test)) if test else None
 
     def _revised(self, sampler: CachedSampler, path: str) -> list[Conversation]:
-        """Prompts with the last revision of their answers; prompts without a complete answer are skipped."""
+        """Prompts with the last revision of their answers; a prompt with an incomplete reply is skipped."""
         prompts = [Message(role="user", content=fill(self.prompt, row)) for row in read_rows(path, ())]
         conversations = self._with_replies(sampler, [[prompt] for prompt in prompts])
         for number in range(self.num_revisions):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,14 +162,20 @@ def check_unchanged(directory: RunDirectory, config: RunConfig, newest: Checkpoi
     changes = {key: change for key, change in _changes(directory, config).items() if key not in MAY_CHANGE}
     if changes:
         changed = [_describe_change(key, *change) for key, change in sorted(changes.items())]
-        fork = f"run_name=NEW resume={shlex.quote(config.run_name)}@final"
-        is_longer = changes.keys() & {"num_steps", "num_epochs"}
-        longer = f" To train for longer, fork the run with {fork}." if is_longer else ""
+        fork = ""
+        if newest.final and _is_longer(changes):
+            fork = f", fork the run with run_name=NEW resume={shlex.quote(config.run_name)}@final"
         raise ConfigError(
             f"The run {config.run_name!r} (now at step {step_of(newest)}) was started with another "
-            f"{', '.join(changed)}: restore it, choose another run_name, or start anew with if_exists=delete; the "
-            f"first config is {directory.location}/{CONFIG}.{longer}"
+            f"{', '.join(changed)}: restore it, choose another run_name{fork}, or start anew with if_exists=delete; "
+            f"the first config is {directory.location}/{CONFIG}."
         )
+
+
+def _is_longer(changes: Mapping[str, tuple[Any, Any]]) -> bool:
+    """Return whether a changed number of steps or epochs asks for more of them."""
+    numbers = [changes[name] for name in ("num_steps", "num_epochs") if name in changes]
+    return any(now is None or (before is not None and now > before) for before, now in numbers)
 
 
 def _describe_change(key: str, before: Any, now: Any) -> str:
@@ -203,10 +209,14 @@ def _changes(directory: RunDirectory, config: RunConfig) -> dict[str, tuple[Any,
             for fields in (recorded_fields, config.model_dump(mode="json"))
         )
     except ValidationError as error:
+        what = f"The config of the run {config.run_name!r}, {directory.location}/{CONFIG},"
+        if not {entry["type"] for entry in error.errors(include_url=False)} & {"extra_forbidden", "missing"}:
+            raise ConfigError(
+                f"{what} is invalid ({explain(error)}): restore it to resume the run, or choose another run_name."
+            ) from error
         raise ConfigError(
-            f"The run {config.run_name!r} in {directory.location} was started with another method, because its config "
-            f"does not fit ({explain(error)}): choose another run_name, or resume it with `tinker-flows resume "
-            f"{shlex.quote(config.run_name)}`."
+            f"{what} is that of another method ({explain(error)}): choose another run_name, or resume the run with "
+            "`tinker-flows resume`."
         ) from error
     return {key: (before[key], value) for key, value in now.items() if value != before[key]}
 

@@ -73,6 +73,8 @@ def open_mlflow_run(  # noqa: PLR0913 - all describe one MLflow run
             client.log_batch(run.info.run_id, params=entries)
         for key, value in tags.items():
             client.set_tag(run.info.run_id, key, value)
+        if STOPPED_TAG in run.data.tags:
+            client.delete_tag(run.info.run_id, STOPPED_TAG)
         opening = uuid4().hex
         client.set_tag(run.info.run_id, _OPENING_TAG, opening)
         client.update_run(run.info.run_id, status="RUNNING")
@@ -87,6 +89,7 @@ def open_mlflow_run(  # noqa: PLR0913 - all describe one MLflow run
         raise
     except Exception as error:
         with suppress(ServiceError, StorageError), tracking.failures():
+            log.flush()
             check_writer()
             client.set_tag(log.run_id, STOPPED_TAG, " ".join((str(error) or type(error).__name__).split()))
         raise

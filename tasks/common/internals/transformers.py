@@ -7,18 +7,17 @@ from threading import Lock
 from typing import Any
 from unittest.mock import patch
 
-import transformers.models.auto.configuration_auto  # noqa: F401  (its modules ask later whether torch is available)
+import transformers.models.auto.configuration_auto  # noqa: F401  (before the patch, which its modules would keep)
 from transformers import utils
 
 _IMPORTING = Lock()
 
 
 def import_auto_tokenizer() -> None:
-    """Import `AutoTokenizer` without the generation of transformers, which takes most of a second.
+    """Import `AutoTokenizer` without `transformers.generation`, which takes most of a second.
 
-    The generation imports the compiler of torch and, where they are installed, scikit-learn and accelerate.
-    `AutoTokenizer` shares a module with the classes that open models. That module needs the generation only to complete
-    a model whose code comes with its weights, and imports it then.
+    It imports the compiler of torch and, where they are installed, scikit-learn and accelerate. `AutoTokenizer` imports
+    `auto_factory`, which needs it only to complete a model whose code comes with its weights; it is imported then.
     """
     with _IMPORTING:  # two threads would leave each other's patch behind
         _import_once()

@@ -77,9 +77,10 @@ def test_finished_run(directory: RunDirectory, tmp_path: Path) -> None:
 
 
 def test_the_commands_leave_out_the_term_with_the_largest_share(directory: RunDirectory) -> None:
-    shares = {"base": 0.5, "logic": 0.1, "topology": 0.4, "watched": 0.0}
+    shares = {"base": 0.5, "logic": 0.1, "topology": 0.4, "watched": 0.0, "limited": 0.6, "a-x40-1": 0.7}
     history = {f"term/{name}/grad_share": [(0, share)] for name, share in shares.items()}
     history |= {f"term/{name}/weight": [(0, float(name != "watched"))] for name in shares}
+    history["term/limited/multiplier"] = [(0, 1.0)]
     with directory:
         record(directory, 24, final=True)
     commands = dict(summary(directory, history).commands)

@@ -23,7 +23,9 @@ def test_a_run_of_another_method_is_named(tmp_path: Path) -> None:
     )
     config = SftConfig.model_validate(sft_fields(tmp_path, "pairs", ""))
     last = CheckpointRecord(name="5", batch=5, epoch=0, state_path="tinker://a:train:0/weights/5")
-    with pytest.raises(ConfigError, match=r"'pairs' in .* was started with another method, .*`tinker-flows resume"):
+    with pytest.raises(
+        ConfigError, match=r"'pairs', .*/config.json, is that of another method \(.*resume the run with"
+    ):
         check_config(LocalDirectory(path), config, last, ())
 
 
@@ -32,10 +34,14 @@ def test_a_longer_run_is_a_fork(tmp_path: Path) -> None:
     path.mkdir()
     config = SftConfig.model_validate(sft_fields(tmp_path, "short", "") | {"num_steps": 4})
     (path / "config.json").write_text(json.dumps(config.model_dump(mode="json")))
-    last = CheckpointRecord(name="4", batch=4, epoch=0, state_path="tinker://a:train:0/weights/4")
-    longer = config.model_copy(update={"num_steps": 8})
+    last = CheckpointRecord(name="4", batch=4, epoch=0, final=True, state_path="tinker://a:train:0/weights/4")
+    changed = [config.model_copy(update={"num_steps": number}) for number in (8, 2)]
     with pytest.raises(ConfigError, match="fork the run with run_name=NEW resume=short@final"):
-        check_config(LocalDirectory(path), longer, last, ())
+        check_config(LocalDirectory(path), changed[0], last, ())
+    unfinished = CheckpointRecord(name="3", batch=3, epoch=0, state_path="tinker://a:train:0/weights/3")
+    for now, newest in ((changed[1], last), (changed[0], unfinished)):
+        with pytest.raises(ConfigError, match="choose another run_name, or start anew"):
+            check_config(LocalDirectory(path), now, newest, ())
 
 
 def test_never_also_rejects_the_name_of_a_cookbook_run(tmp_path: Path) -> None:

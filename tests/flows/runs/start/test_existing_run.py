@@ -173,21 +173,26 @@ def test_resume_command_never_deletes(earlier: TrainResult, fields: dict[str, An
     assert (method, config.if_exists) == ("sft", "resume")
 
 
-def test_ctrl_c_during_imports_says_that_nothing_has_started(
+def test_ctrl_c_during_imports_ends_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "_prefect_server", nullcontext)
+
+    def import_again(_: object) -> str:
+        raise AttributeError("partially initialized module 'mlflow' has no attribute 'version'")
+
     monkeypatch.setattr(cli, "_check_resumption", interrupt)
+    monkeypatch.setattr(cli, "_how_to_continue", import_again)
     config = validate_fields(SftConfig, sft_fields(tmp_path, "run", ""))
     with pytest.raises(ExplainedInterrupt):
         cli.run(sft, config)
-    assert capsys.readouterr().err == "Stopped before the run started. The same command starts it.\n"
+    assert capsys.readouterr().err == "Stopped. The run had not started: the same command starts it.\n"
 
 
-def test_a_run_in_progress_is_named_before_servers_start(tmp_path: Path) -> None:
+def test_a_run_in_progress_is_rejected_early(tmp_path: Path) -> None:
     config = validate_fields(SftConfig, sft_fields(tmp_path, "run", ""))
     with RunStorage(url=config.storage).run_directory("run"), pytest.raises(StorageError, match="is being written by"):
         cli._check_resumption(config)

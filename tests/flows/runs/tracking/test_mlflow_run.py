@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import pytest
@@ -56,6 +56,15 @@ def test_an_error_ends_the_run_with_its_status_and_keeps_its_metrics(
     assert tags.get(STOPPED_TAG, "") == ("no data" if status == "FAILED" else "")
     history = MlflowClient(tracking.resolved_uri).get_metric_history(run_id, "loss/total")
     assert [point.value for point in history] == [1.5]
+
+
+def test_a_success_forgets_the_earlier_failure(tracking: MLflowTracking):
+    for error in (ValueError("no data"), None):
+        with suppress(ValueError), open_mlflow_run(tracking, "again", "again", params={}, tags={}) as log:
+            if error:
+                raise error
+    run = MlflowClient(tracking.resolved_uri).get_run(log.run_id)
+    assert (run.info.status, run.data.tags.get(STOPPED_TAG)) == ("FINISHED", None)
 
 
 @pytest.mark.parametrize("ends_first", [True, False])
