@@ -33,6 +33,7 @@ TEACHER_METRICS = ("test/teacher_kl", "teacher_kl")
 # State of an unfinished run that no process is writing, by the status of its MLflow run.
 STATES = {"FAILED": "failed", "KILLED": "stopped", "RUNNING": "killed", "FINISHED": "stopped"}
 
+_NOTHING_LOGGED = "It ended before its MLflow run was created; its terminal and its Prefect flow run have the error."
 _WRAPPED = ("metric", "written by")  # columns of the table whose cells may take several lines
 
 
@@ -102,7 +103,7 @@ def status_of(run: StoredRun) -> RunStatus:
         run_name=run.name,
         model=str(run.fields.get("model", "")),
         state=_state(writer, is_final, mlflow_run, mlflow_error),
-        why=tags.get(STOPPED, "") or mlflow_error,
+        why=tags.get(STOPPED, "") or mlflow_error or ("" if mlflow_run or writer else _NOTHING_LOGGED),
         step=checkpoint_step if is_final and checkpoint_step is not None else max(step, checkpoint_step or 0),
         num_steps=num_steps,
         checkpoint_step=checkpoint_step,

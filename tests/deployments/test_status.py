@@ -120,6 +120,7 @@ def test_status_of_a_failed_run(capsys: pytest.CaptureFixture[str], environment:
     assert str(code).startswith("error: ")
     failed = status(capsys, "failed")
     assert (failed["state"], failed["step"], failed["checkpoint_step"]) == ("failed", 0, None)
+    assert failed["why"], "the reason is in MLflow, or else the sentence says where it is"
     assert {run["run_name"]: run["state"] for run in status(capsys)}["failed"] == "failed"
     assert tinker_flows("status") == 0
     shown = capsys.readouterr().out

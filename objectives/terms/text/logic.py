@@ -191,7 +191,7 @@ def flag_violations(
     solver.set(rlimit=MAX_SOLVER_STEPS)
     results = _check_steps(solver, read_solution(text).steps)
     return [
-        Flag(start, end, "cannot be true together with the earlier steps")
+        Flag(start, end, "is false, or contradicts the earlier steps")
         for (start, end), holds in zip(step_spans(text), results, strict=False)
         if not holds
     ]

@@ -1,1 +1,1 @@
-"""What a run stores in MLflow: metrics, logged models and registered versions."""
+"""Metrics, logged models and registered versions of a run in MLflow."""
