@@ -63,15 +63,14 @@ FACTORS = (0.5, 2.0, 10.0)
 WINDOW = 20
 SENSITIVITY_COLUMNS = (
     "term",
-    "share when it has a gradient",
     *(f"share at weight x{factor:g}" for factor in FACTORS),
     *(f"cosine of the total to the base at x{factor:g}" for factor in FACTORS),
     "factor for half of the gradient",
 )
 SENSITIVITY_NOTE = (
     "Effect of changing one term's weight while all other weights stay the same: medians over the last "
-    f"{WINDOW} steps, and in brackets the range of the share and of the factor. Steps at which the term has no "
-    "gradient are left out."
+    f"{WINDOW} steps, and in brackets the range of the factor. Steps at which the term has no gradient are left out, "
+    "so the shares may be larger than the means in the table of the terms."
 )
 _MAX_PARTS = 12
 _LARGEST_FACTOR = 1000.0  # of a weight, that is worth naming
@@ -478,8 +477,8 @@ def _card(row: HeldOutRow) -> str:
 def sensitivity_cells(history: History, names: Sequence[str]) -> list[tuple[str, ...]]:
     """Text cells of the gradient's sensitivity to each weight; one row per regularizer with a gradient.
 
-    Figures are medians over the last `WINDOW` steps, because the figures of a single batch swing widely. The range over
-    these steps follows the current share and the factor.
+    Figures are medians over the last `WINDOW` steps, because the figures of a single batch swing widely. The range of
+    the factor over these steps follows it.
     """
     points = {key: dict(steps) for key, steps in history.items()}
     steps = sorted(points.get(_norm_key(BASE), {}))[-WINDOW:]
@@ -489,13 +488,11 @@ def sensitivity_cells(history: History, names: Sequence[str]) -> list[tuple[str,
         trained = [gradient for gradient in gradients if gradient.weighted_norms[index] > 0]
         if name == BASE or not trained:
             continue
-        shares_now = [respond(gradient, name, 1.0).share for gradient in trained]
         responses = [[respond(gradient, name, factor) for gradient in trained] for factor in FACTORS]
         halves = [factor_of_half(gradient, name) for gradient in trained]
         rows.append(
             (
                 name,
-                f"{median(shares_now):.1%} ({min(shares_now):.1%} to {max(shares_now):.1%})",
                 *(f"{median(response.share for response in column):.1%}" for column in responses),
                 *(f"{median(response.cosine_to_base for response in column):+.3f}" for column in responses),
                 f"{_factor(median(halves))} ({_factor(min(halves))} to {_factor(max(halves))})",

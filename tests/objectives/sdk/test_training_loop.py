@@ -353,7 +353,8 @@ def test_a_skipped_term_is_reported_with_its_reason(trainer, form):
 
     entry = {"fn": term, "weight": 1.0, "retries": 1, "on_error": "skip"}
     output = run_step(trainer, make_data(trainer), Objective(regularizers=[entry, {"name": "confidence"}]), form)
-    reason = "Term 'test_unreachable' failed preparing: it raised OSError: no way there."
+    place = f"test_training_loop.py, line {unreachable.__code__.co_firstlineno + 2}"
+    reason = f"Term 'test_unreachable' failed preparing: it raised OSError: no way there ({place})."
     assert output.skipped == {"test_unreachable": reason}
     assert output.metrics["term/test_unreachable/skipped"] == 1.0
     assert "term/confidence/value" in output.metrics

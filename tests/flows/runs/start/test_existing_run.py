@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,6 +197,14 @@ def test_a_run_in_progress_is_rejected_early(tmp_path: Path) -> None:
     config = validate_fields(SftConfig, sft_fields(tmp_path, "run", ""))
     with RunStorage(url=config.storage).run_directory("run"), pytest.raises(StorageError, match="is being written by"):
         cli._check_resumption(config)
+
+
+def test_a_lease_does_not_reject_a_run_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease of a writer that was killed on another machine looks alive; the run itself waits and takes it over."""
+    leased = SimpleNamespace(writer=lambda: "process 5 on elsewhere", read_bytes=lambda name: None, location="s3://x")
+    storage = SimpleNamespace(run_directory=lambda name: leased)
+    monkeypatch.setattr("flows.runs.blocks.storage_of", lambda config: storage)
+    cli._check_resumption(validate_fields(SftConfig, sft_fields(tmp_path, "run", "")))
 
 
 def test_interrupted_run_names_the_command_that_does_not_delete(
