@@ -29,7 +29,7 @@ from tasks.training.tracking.metric_names import safe_name
 from tasks.training.tracking.metrics import MetricsLog
 
 if TYPE_CHECKING:
-    from tasks.reports.tables import Control
+    from tasks.reports.tables import Control, History
 
 REPORT = "report.html"
 
@@ -125,11 +125,7 @@ def report_of(
     if not rebuild and run.directory.read_bytes(REPORT) is not None:
         return location
     _check_ended(run)
-    client, mlflow_run = find_mlflow_run(run, read_records(run.directory))
-    log = MetricsLog(client, mlflow_run.info.run_id) if mlflow_run else None
-    history = log.history() if log else {}
-    if mlflow_run is None or log is None or not _has_logged_a_step(history):
-        raise _nothing_logged(run, mlflow_run)
+    mlflow_run, log, history = _logged(run)
     from tasks.reports.run_report import ReportExtras, write_report
     from tasks.reports.tables import target_rows
 
@@ -148,11 +144,6 @@ def _targets(fields: Mapping[str, Any]) -> dict[str, TargetSpec]:
     return {name: TargetSpec.model_validate(target) for name, target in targets.items() if target}
 
 
-def _has_logged_a_step(history: Mapping[str, object]) -> bool:
-    """Return whether a run has trained a step, each of which logs at least the base loss."""
-    return any(key.startswith("term/") for key in history)
-
-
 def compare_runs(first: str, second: str, storage: str) -> str:
     """Write a page that compares two runs into the directory of the second; return its location.
 
@@ -164,14 +155,11 @@ def compare_runs(first: str, second: str, storage: str) -> str:
     from tasks.reports.comparison import ReportedRun, comparison_page
 
     reported: list[ReportedRun] = []
-    for name in (first, second):
-        run = find_run(name, storage)
-        client, mlflow_run = find_mlflow_run(run, read_records(run.directory))
-        history = MetricsLog(client, mlflow_run.info.run_id).history() if mlflow_run else {}
-        if mlflow_run is None or not _has_logged_a_step(history):
-            raise _nothing_logged(run, mlflow_run)
-        reported.append(ReportedRun(name, mlflow_run, run.directory, history))
-    _check_ended(find_run(second, storage))
+    runs = [find_run(name, storage) for name in (first, second)]
+    _check_ended(runs[1])
+    for run in runs:
+        mlflow_run, _, history = _logged(run)
+        reported.append(ReportedRun(run.name, mlflow_run, run.directory, history))
     page = comparison_page(*reported)
     with reported[1].directory as directory:
         directory.write_bytes(f"report-with-{first}.html", page.encode())
@@ -188,10 +176,22 @@ def _check_ended(run: StoredRun) -> None:
         )
 
 
-def _nothing_logged(run: StoredRun, mlflow_run: MlflowRun | None) -> ConfigError:
+def _logged(run: StoredRun) -> tuple[MlflowRun, MetricsLog, History]:
+    """Return the MLflow run of a run with its metrics.
+
+    Raises:
+        ConfigError: the run has not logged a step.
+        ServiceError: MLflow does not respond.
+    """
+    client, mlflow_run = find_mlflow_run(run, read_records(run.directory))
+    if mlflow_run:
+        log = MetricsLog(client, mlflow_run.info.run_id)
+        history = log.history()
+        if any(key.startswith("term/") for key in history):  # each trained step logs at least the base loss
+            return mlflow_run, log, history
     why = mlflow_run.data.tags.get(STOPPED_TAG, "").rstrip(".") if mlflow_run else ""
     command = f"tinker-flows resume {shlex.quote(run.name)}{storage_option(run.name, run.directory.location)}"
-    return ConfigError(
+    raise ConfigError(
         f"Run {run.name!r} has not logged a step yet{f' ({why})' if why else ''}, so there is nothing to report: "
         f"resume it with `{command}`."
     )

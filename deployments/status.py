@@ -103,7 +103,7 @@ def status_of(run: StoredRun) -> RunStatus:
         run_name=run.name,
         model=str(run.fields.get("model", "")),
         state=_state(writer, is_final, mlflow_run, mlflow_error),
-        why=tags.get(STOPPED, "") or mlflow_error or ("" if mlflow_run or writer else _NOTHING_LOGGED),
+        why=tags.get(STOPPED, "") or mlflow_error or ("" if mlflow_run or newest or writer else _NOTHING_LOGGED),
         step=checkpoint_step if is_final and checkpoint_step is not None else max(step, checkpoint_step or 0),
         num_steps=num_steps,
         checkpoint_step=checkpoint_step,

@@ -29,7 +29,7 @@ from blocks.terminal import print_notice
 from flows.config.train import TrainConfig
 from flows.monitoring.interrupts import StopRequest, deferred_interrupts
 from flows.monitoring.progress import Pauses, Progress, call_step_callback
-from flows.monitoring.run_tags import forget_end, note_terms
+from flows.monitoring.run_tags import note_terms
 from flows.runs.checkpoints.checkpoint_manager import Checkpoints
 from flows.runs.result import EndReasons, TrainResult, finish
 from flows.runs.run import Run
@@ -599,5 +599,4 @@ class Trainer:
         self.ledger = RunLedger(self.run, config, self.reference, state.get("spent", {}))
         self.cadence = CheckpointCadence(config, state)
         self.next_step = self.first_step
-        forget_end(self.run.log)
         self.source.begin(self.first_step, self.schedule.num_steps, state.get("source", {}))

@@ -79,7 +79,7 @@ def summarize(run_name: str, run: MlflowRun, directory: RunDirectory, history: H
         },
         weights=next((path for record in records.checkpoints if (path := record.state_path)), ""),
         commands=tuple(
-            _commands(run_name, directory, records, run.data.tags.get("prefect.flow_name", ""), _weighted(history))
+            _commands(run_name, directory, records, run.data.tags.get("prefect.flow_name", ""), _main_term(history))
         ),
     )
 
@@ -217,10 +217,10 @@ def _lineage(run: MlflowRun, records: Records) -> str | None:
     return " → ".join(filter(None, [data, checkpoint, run.data.tags.get(VERSION_TAG)]))
 
 
-def _weighted(history: History) -> list[str]:
-    """Return the regularizers with a weight and a share of the gradient, the one with the largest share first.
+def _main_term(history: History) -> str:
+    """Return the weighted regularizer with the largest share of the gradient; empty without one.
 
-    Terms with a target find their weight. A name that MLflow would not accept is not known here.
+    The weight of a term with a target cannot be set. A name that MLflow would not accept is not known here.
     """
     rows = [
         row
@@ -231,31 +231,25 @@ def _weighted(history: History) -> list[str]:
         and f"term/{row.name}/multiplier" not in history
         and re.fullmatch(r"\w{1,60}", row.name)
     ]
-    return [row.name for row in sorted(rows, key=lambda row: -row.grad_share)]
+    return max(rows, key=lambda row: row.grad_share).name if rows else ""
 
 
 def _commands(
-    run_name: str, directory: RunDirectory, records: Records, method: str, terms: Sequence[str]
+    run_name: str, directory: RunDirectory, records: Records, method: str, term: str
 ) -> list[tuple[str, str]]:
     """Return purpose and text of the commands that a user may need next; `CONFIG` is the config file of the run.
 
     Args:
-        terms: names of the regularizers, the one to leave out first.
+        term: regularizer to try the run without; may be empty.
     """
     storage, name = storage_option(run_name, directory.location), shlex.quote(run_name)
     if not any(record.final for record in records.checkpoints):
         return [("Resume", f"tinker-flows resume {name}{storage}")]
     at = storage.replace(" --storage ", " storage=")
     start = f"tinker-flows run {method} --config CONFIG run_name=NEW{at}"
-    without = [
-        (
-            f"See what {term} did: train without it and compare",
-            f"{start} objective.regularizers.{term}.weight=0 && tinker-flows report {name} NEW{storage}",
-        )
-        for term in terms[:1]
-    ]
+    without = f"{start} objective.regularizers.{term}.weight=0 && tinker-flows report {name} NEW{storage}"
     return [
-        *without,
+        *([(f"See what {term} did: train without it and compare", without)] if term else []),
         ("Sample", f'tinker-flows sample {name}@final "PROMPT"{storage}'),
         ("Chat", f"tinker-flows chat {name}@final{storage}"),
         ("Export", f"tinker-flows export {name}@final --adapter exported{storage}"),

@@ -26,9 +26,9 @@ from blocks.storage import CONFIG, RunDirectory
 from blocks.tracking import RECORD_TAG
 from flows.config.base import RunConfig, TrackedConfig
 from flows.monitoring.interrupts import RunCancelled
+from flows.monitoring.run_tags import STOPPED_TAG, forget_end
 from flows.runs.blocks import tracking_of
 from tasks.reports.html import DESCRIPTION_TAG, flow_run_link, markdown_code
-from tasks.reports.summary import STOPPED_TAG
 from tasks.training.checkpoints import Records
 from tasks.training.tracking.metrics import MetricsLog
 
@@ -73,12 +73,12 @@ def open_mlflow_run(  # noqa: PLR0913 - all describe one MLflow run
             client.log_batch(run.info.run_id, params=entries)
         for key, value in tags.items():
             client.set_tag(run.info.run_id, key, value)
-        if STOPPED_TAG in run.data.tags:
-            client.delete_tag(run.info.run_id, STOPPED_TAG)
         opening = uuid4().hex
         client.set_tag(run.info.run_id, _OPENING_TAG, opening)
         client.update_run(run.info.run_id, status="RUNNING")
         log = MetricsLog(client, run.info.run_id, check_writer)
+        if STOPPED_TAG in run.data.tags:
+            forget_end(log)
     status = "FAILED"
     try:
         yield log
