@@ -21,9 +21,9 @@ from objectives.objective import Objective
 from objectives.one_pass.fused import check_trained
 from objectives.one_pass.planner import OnePass, ServiceLoss
 from tasks.common.service_errors import service_errors
-from tasks.common.task import Pending, opaque_argument, submit
+from tasks.common.task import Pending, call, opaque_argument, submit
 from tasks.training.checkpoints import PendingCheckpoint
-from tasks.training.forward_backward import PendingOutput, PendingUpdate
+from tasks.training.forward_backward import PendingOutput, PendingUpdate, forward_logprobs
 from tasks.training.reference import Reference, load_reference
 from tasks.training.terms import TaskTermExecutor
 
@@ -90,6 +90,15 @@ class SentStep:
     save: PendingCheckpoint | None
     elapsed_tokens: int
 
+    def changes(self, before: Sequence[Tensor]) -> list[Tensor]:
+        """Wait for the passes after the update; return the change of each minibatch's logprobs, ``(D, T)`` in nats."""
+        batches = [sent.prepared.batch.result() for sent in self.batches]
+        passes = zip(self.effect_passes, batches, before, strict=True)
+        return [
+            call(forward_logprobs, pending, opaque_argument(batch)).logprobs_DT - before_DT
+            for pending, batch, before_DT in passes
+        ]
+
 
 class StepTimes:
     """Durations of the steps, and of what the flow waits for within them."""
@@ -139,7 +148,7 @@ def prepare_batch(
 
 
 class StepObjective:
-    """Objective of the minibatches of a run's steps, computed by the service in one pass or from a forward pass."""
+    """Objective of a run's minibatches: the service computes it in one pass, or the run computes it from logprobs."""
 
     def __init__(self, run: Run, objective: Objective, executor: TaskTermExecutor, *, needs_forward_pass: bool) -> None:
         """Create the objective.
@@ -170,7 +179,7 @@ class StepObjective:
             return None
         try:
             loss = self._one_pass.loss_at(step, prepared.outputs(), prepared.batch.result())
-        except tinker.TinkerError:  # not around the call: a ValueError of the objective is no error of the service
+        except tinker.TinkerError:  # `service_errors` also converts a ValueError, which the objective may raise
             with service_errors("take the objective as a loss"):
                 raise
         for note in self._one_pass.pop_notes():

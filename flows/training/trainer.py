@@ -144,7 +144,7 @@ class Trainer:
         schedule = Schedule(config, source.steps_per_epoch)
         self.start = resolve_start(run, config, schedule.steps_per_epoch, schedule.num_steps)
         self.first_step = step_of(self.start) if self.start else 0
-        self.schedule = replace(schedule, first=origin_step(run.directory))
+        self.schedule = schedule = replace(schedule, first=origin_step(run.directory))
         run.log.file = MetricsFile(run.directory, self.first_step)
         self.contents = open_contents(run, config, objective, source, self.start)
         warn_of_pitfalls(run, config)
@@ -160,16 +160,7 @@ class Trainer:
         needs_forward_pass = config.guards.needs_forward_pass
         self.step_objective = StepObjective(run, objective, self.executor, needs_forward_pass=needs_forward_pass)
         self.evaluation = Evaluation(
-            run,
-            config,
-            self.schedule,
-            evaluators,
-            objective,
-            reference,
-            candidates,
-            self.executor,
-            self.guard,
-            self.ledger,
+            run, config, schedule, evaluators, objective, reference, candidates, self.executor, self.guard, self.ledger
         )
 
         self.prepared: Sequence[PreparedBatch] | None = None
@@ -510,29 +501,15 @@ class Trainer:
         self.contents.add(step, [minibatch.batch for minibatch in trained], sampled=self.source.sampled)
         joined = join_metrics(linearized_batches)
         if sent_step.effect_passes:
-            joined |= measure_effects(linearized_batches, self._changes(step, sent_step, before))
+            with self.guard.checked_responses(step):
+                changes = sent_step.changes(before)
+            joined |= measure_effects(linearized_batches, changes)
         logprobs_DT = torch.cat([minibatch.logprobs_DT for minibatch in trained])
         weights_DT = torch.cat([minibatch.batch.weights_DT for minibatch in trained])
-        return (
-            metrics
-            | self.source.metrics(step, trained, joined)
-            | joined
-            | self.objective.observe(step, joined)
-            | {
-                "train_mean_nll": compute_mean_nll(logprobs_DT, weights_DT),
-                "num_tokens": sum(minibatch.batch.num_tokens for minibatch in trained),
-            }
-        )
-
-    def _changes(self, step: int, sent_step: SentStep, before: Sequence[Tensor]) -> list[Tensor]:
-        """Wait for the forward passes after the update; return the changes of the logprobs."""
-        changes: list[Tensor] = []
-        for sent, pending, before_DT in zip(sent_step.batches, sent_step.effect_passes, before, strict=True):
-            batch = sent.prepared.batch.result()
-            with self.guard.checked_responses(step):
-                after = call(forward_logprobs, pending, opaque_argument(batch))
-            changes.append(after.logprobs_DT - before_DT)
-        return changes
+        num_tokens = sum(minibatch.batch.num_tokens for minibatch in trained)
+        of_update = {"train_mean_nll": compute_mean_nll(logprobs_DT, weights_DT), "num_tokens": num_tokens}
+        of_source = self.source.metrics(step, trained, joined)
+        return metrics | of_source | joined | self.objective.observe(step, joined) | of_update
 
     def _linearize(self, prepared: PreparedBatch, forward: PendingOutput) -> Linearized:
         """Wait for a forward pass and linearize the objective for the update."""
