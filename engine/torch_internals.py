@@ -8,7 +8,7 @@ __all__ = ["TorchDispatchMode", "flop_registry", "onednn_add_linear", "onednn_li
 
 
 def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Compute ``x W' (+ bias)`` of float32 tensors on a CPU, of any strides, with oneDNN and without autograd."""
+    """Compute ``x W' (+ bias)`` with oneDNN, without autograd; the tensors are float32 on a CPU, of any strides."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 

@@ -37,7 +37,7 @@ class ObjectiveState(TypedDict, total=False):
     """State of an `Objective` for resuming a run, as JSON data.
 
     Attributes:
-        watch: state of the monitor.
+        watch: state of the checks of the metrics.
         balance: state of the balancing rule; empty without a rule.
         targets: state of each target by the name of the term.
         passes: number of passes per step.
@@ -107,7 +107,7 @@ class Objective:
     targets: Targets
     """Controllers of the weights of terms with a target."""
     watch: Watch
-    """Monitor of consecutive steps that produces warnings."""
+    """Checks of the metrics of consecutive steps, which produce warnings."""
     backend: Backend
     """Allowed numbers of passes per step."""
     passes: int | None
@@ -234,7 +234,7 @@ class Objective:
         """Choose the estimators that depend on the data (``auto``) from a batch; return the reasons by term name.
 
         Args:
-            can_sample: True if completions of the batch's prompts can be sampled, on which the terms then train if no
+            can_sample: whether completions of the batch's prompts can be sampled. The terms then train on these if no
                 estimator fits the batch.
 
         Raises:
@@ -297,13 +297,13 @@ class Objective:
         self.base = replace(self.base, term=term)
 
     def weight_at(self, regularizer: Regularizer, step: int, num_steps: int) -> float:
-        """Return a term's weight at the next step to train: as configured, or as its target's controller sets it."""
+        """Return a term's weight at a step; with a target, the controller's current weight, whatever the step is."""
         if regularizer.target:
             return self.targets.weight_of(regularizer.name)
         return regularizer.weight_at(step, num_steps)
 
-    def note_batch(self, regularizer: Regularizer, batch: Batch) -> None:
-        """Fix the unit of the gains of a term with a target by the first batch that it sees."""
+    def set_gain_unit(self, regularizer: Regularizer, batch: Batch) -> None:
+        """Set the unit of the gains of a term with a target, unless an earlier batch has set it."""
         if regularizer.target:
             self.targets.set_gain_unit(regularizer.name, gain_unit(regularizer, self.base, batch))
 

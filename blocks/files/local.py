@@ -19,7 +19,7 @@ def home_path() -> Path:
 
 
 def home() -> Path:
-    """Return the project home, the directory with databases, logs and runs; create it for its owner if missing.
+    """Return the project home, the directory with databases, logs and runs; create it, for its owner only, if missing.
 
     Raises:
         StorageError: the directory cannot be created or written to.

@@ -108,8 +108,8 @@ class Trainer:
     def num_bytes(self) -> int:
         """Memory of the weights, the moments and the gradient.
 
-        Every request reads it, so it needs no views of the tensors as `tensors` does: each of their hundreds of
-        operations releases the interpreter's lock, and waits for it while the event loop runs.
+        Every request reads it, so it does not call `tensors`, which makes hundreds of views: each is an operation of
+        torch that releases the interpreter's lock, and may wait until the event loop gives it back.
         """
         gradients = [p.grad for _, p in self.adapter.named_parameters() if p.grad is not None]
         return self.adapter.num_bytes + self._optimizer.num_bytes + sum(gradient.nbytes for gradient in gradients)

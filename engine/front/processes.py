@@ -36,8 +36,8 @@ class EngineProcess:
 
         Args:
             index: number of the engine.
-            device: its device, for messages; the engine takes its own from the ``--device`` options in ``arguments``,
-                at the index given by ``--part``.
+            device: its device, for messages; the engine picks the ``--device`` option in ``arguments`` whose index is
+                ``index``.
             arguments: command-line arguments of the front, which apply to its engines.
         """
         self.name = f"Engine {index} on {device}"
@@ -48,7 +48,7 @@ class EngineProcess:
         self._is_stopping = False
 
     async def run(self) -> None:
-        """Run the process until `stop`, and restart it if it ends before.
+        """Run the process until `stop` is called, and restart it whenever it ends before that.
 
         A restarted process restores the sessions from their journals.
 

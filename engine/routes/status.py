@@ -35,7 +35,9 @@ def status_router(engine: Engine) -> APIRouter:
         queue = engine.model(model_id).queue
         status = queue.status(int(seq_id)) if _SEQ_ID.fullmatch(seq_id) else "unknown"
         if status == "unknown":
-            raise NotFoundError(f"{model_id} has no request {request_id}: use its request id, or its seq id.")
+            raise NotFoundError(
+                f"{model_id} has no request {request_id}: use its seq id, or the request id of an accepted request."
+            )
         return {"request_id": f"{model_id}:{seq_id}", "status": status}
 
     @router.get("/status")

@@ -1,9 +1,9 @@
-"""Training routes. Each route returns a request id immediately; the client uses it to fetch the result or error.
+"""Training routes. Each route returns a request id, with which the client fetches the result or error.
 
 A client uses up a seq id for every request, even for a rejected one, and a missing seq id blocks all later requests.
-The routes therefore queue every request that they can, and return its errors as results. They reject a request
-immediately only if its body is unreadable or too large, its model is not open, or the model's queue is full. In
-the last case the client sends the request again with the same seq id.
+The routes of a model therefore queue every request that they can, and return its errors as results. They reject a
+request immediately only if its body is unreadable or too large, its ids are invalid, its model is not open, or the
+model's queue is full. In the last case the client sends the request again with the same seq id.
 """
 
 from __future__ import annotations

@@ -62,9 +62,10 @@ class OrderedQueue:
     """Queue that runs request ``n`` after request ``n - 1``, whatever their order of arrival.
 
     A client numbers its requests and sends the chunks of a batch in parallel, so the queue waits until a gap in the
-    numbers is filled. A request that is resent because its response was lost keeps its request id and runs once. For
-    each finished request, the queue keeps a 16-byte digest and `Futures` keeps the result. The journal records the
-    digest and the result before the client can see them.
+    numbers is filled. A request that is resent because its response was lost keeps its request id and runs once: the
+    queue keeps a 16-byte digest of each accepted request, and `Futures` the results, fetched ones up to a limit. The
+    journal records the digest before the request runs, and a result in JSON before the client can see it; it does not
+    record results of passes.
     """
 
     def __init__(self, owner: str, services: QueueServices, journal: ModelJournal) -> None:

@@ -2,8 +2,8 @@
 
 The service evaluates a loss datum by datum. A term whose value at a token depends only on this token's inputs, or on
 sums over tokens of its datum that `objectives.reductions` computes, has the same values and gradients in any batch, so
-the sum over datums equals the value of the batch. A term with, for example, a mean over all tokens can be traced, but
-is a different function datum by datum. The operations listed below are known to be pointwise.
+the sum over datums equals the value of the batch. A term with, for example, a mean over all tokens can be traced, too,
+but has another value when it is evaluated datum by datum. The operations listed below are known to be pointwise.
 """
 
 from __future__ import annotations

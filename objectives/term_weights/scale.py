@@ -108,7 +108,7 @@ def gain_unit(regularizer: Regularizer, base: Regularizer | None, batch: Batch) 
 
     - T for a term with the unit ``"sequence"`` next to a loss per token, such as cross-entropy: it competes with the
       loss of a whole sequence;
-    - 1/T for a term with the unit ``"token"`` next to a loss per sequence, such as a preference loss;
+    - 1/T for a term with the unit ``"token"`` next to a loss per sequence, such as ``dpo``;
     - 1 for equal units, for a term with the reduction ``sum``, and next to a policy loss, in which every token has the
       advantage of a whole completion.
     """

@@ -63,7 +63,7 @@ class Difference:
     def format(self) -> tuple[str, ...]:
         """Text cells: metric, both values with their steps, and the difference."""
         values = (f"{row.after} (step {row.last_step})" for row in (self.first, self.second))
-        change = "none: the tokens differ" if self.change is None else self.change.signed()
+        change = "not comparable (different tokenizers)" if self.change is None else self.change.signed()
         return self.first.metric, *values, change
 
 
@@ -97,6 +97,10 @@ def comparison_page(first: ReportedRun, second: ReportedRun) -> str:
     title = f"{first.name} and {second.name}"
     columns = ("held-out data", first.name, second.name, "difference")
     params = [run.mlflow_run.data.params for run in (first, second)]
+    notes = [f"Difference: {second.name} minus {first.name}; it has an interval if both runs evaluated the same data."]
+    if not same_tokens:
+        notes.append("Values of terms that are means over tokens depend on the tokenizer of a run.")
+    notes.append(describe_intervals([row for pair in differences for row in (pair.first, pair.second)]))
     body = [
         f"<h1>{html.escape(title)}</h1>",
         f'<p class="verdict">{html.escape(_verdict(first, second, differences))}</p>',
@@ -105,8 +109,7 @@ def comparison_page(first: ReportedRun, second: ReportedRun) -> str:
         html_section(
             "Held-out data",
             html_table(columns, [difference.format() for difference in differences]) if differences else "",
-            intro=f"Difference: {second.name} minus {first.name}; it has an interval if both runs evaluated the same "
-            f"data. {describe_intervals([row for pair in differences for row in (pair.first, pair.second)])}".strip(),
+            intro=" ".join(filter(None, notes)),
         ),
         html_section(
             "Settings that differ",
@@ -133,9 +136,8 @@ def _verdict(first: ReportedRun, second: ReportedRun, differences: Sequence[Diff
         return "The runs have no held-out metric in common."
     main = differences[0]
     _, value, other, change = main.format()
-    verdict = (
-        f"{main.first.metric} on held-out data: {value} in {first.name}, {other} in {second.name}, difference {change}."
-    )
+    verdict = f"{main.first.metric} on held-out data: {value} in {first.name}, {other} in {second.name}"
+    verdict += f", difference {change}." if main.change else "."
     per_token = [difference.first.metric for difference in differences if difference.change is None]
     if per_token:
         verdict += f" {' and '.join(per_token)} cannot be compared: the tokenizers of the runs differ."

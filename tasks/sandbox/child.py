@@ -57,7 +57,7 @@ class Refused(Exception):
 def main() -> None:
     """Isolate this process, run the program below it, and exit as the program did."""
     settings = json.loads(sys.argv[1])
-    program = _file_of(sys.stdin.buffer.read())
+    program_fd = _write_to_memory(sys.stdin.buffer.read())
     is_isolated = settings["network"] == "none"
     try:
         if is_isolated:
@@ -73,7 +73,7 @@ def main() -> None:
     except OSError as error:
         print(f"the kernel or container refuses a part of the isolation ({error}): allow it", file=sys.stderr)
         sys.exit(REFUSED)
-    code = _run_below_init(program) if is_isolated else _run(program)
+    code = _run_below_init(program_fd) if is_isolated else _run(program_fd)
     if code < 0:
         # Die of the same signal, so that the runner sees it.
         if code != -signal.SIGKILL:
@@ -83,8 +83,8 @@ def main() -> None:
     os._exit(1 if code == REFUSED else code)
 
 
-def _file_of(program: bytes) -> int:
-    """Return the descriptor of a file in memory with a program."""
+def _write_to_memory(program: bytes) -> int:
+    """Write a program to a file in memory; return its descriptor."""
     try:
         file = os.memfd_create("program")
     except AttributeError:
@@ -95,38 +95,38 @@ def _file_of(program: bytes) -> int:
     return file
 
 
-def _run_below_init(program: int) -> int:
+def _run_below_init(program_fd: int) -> int:
     """Run the program below the first process of the PID namespace; return its exit status or negative signal number.
 
     When the first process of a PID namespace ends, the kernel ends all others. The first process can be relied on: it
     ends with this process, and signals from within the namespace do not reach it.
     """
-    reports, report = os.pipe()
-    gate, start = os.pipe()
+    report_read, report_write = os.pipe()
+    start_read, start_write = os.pipe()
     init = os.fork()
     if init == 0:
-        os.close(start)
-        os.setsid()  # the program's process group is without this process
+        os.close(start_write)
+        os.setsid()  # so that the program's process group does not include the outer process
         _prctl(DIE_WITH_PARENT, signal.SIGKILL)
-        os.write(report, b"ready ")
-        if os.read(gate, 1):  # empty if the parent has ended
-            os.write(report, str(_run(program)).encode())
+        os.write(report_write, b"ready ")
+        if os.read(start_read, 1):  # empty if the parent has ended
+            os.write(report_write, str(_run(program_fd)).encode())
         os._exit(0)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(init, signal.SIGKILL))
-    os.close(report)
-    os.read(reports, 16)
-    os.write(start, b"1")
-    result = os.read(reports, 16)
+    os.close(report_write)
+    os.read(report_read, 16)
+    os.write(start_write, b"1")
+    result = os.read(report_read, 16)
     os.waitpid(init, 0)
     return int(result) if result else -signal.SIGKILL
 
 
-def _run(program: int) -> int:
+def _run(program_fd: int) -> int:
     """Run the program in a child of this process; return its exit status or negative signal number."""
     child = os.fork()
     if child == 0:
         _prctl(DIE_WITH_PARENT, signal.SIGKILL)
-        os.dup2(program, 0)
+        os.dup2(program_fd, 0)
         environment = {"PYTHONHASHSEED": "0", "HOME": "/tmp", "LANG": "C.UTF-8"}
         os.execve(sys.executable, [sys.executable, "-I", "-"], environment)
     while True:

@@ -69,7 +69,7 @@ def test_compose_references_exist() -> None:
 
 
 def test_addresses_name_services_and_their_ports() -> None:
-    listening = {"prefect": "4200", "mlflow": "5000", "s3": "8333", "postgres": ""}
+    listening = {"prefect": "4200", "mlflow": "5000", "s3": "8333", "engine": "8000", "postgres": ""}
     text = (FOLDER / "compose.yaml").read_text()
     for host, port in re.findall(r"(?:http://|@)([a-z0-9]+)(?::(\d+))?/?", text):
         if host != "127":

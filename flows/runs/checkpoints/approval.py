@@ -42,8 +42,9 @@ class Question:
 
     Attributes:
         key: Name of the question within its flow run, in lower-case letters, digits and dashes.
-        table: Markdown table of what the decision is based on.
-        lines: The same as plain text.
+        text: The question.
+        table: What the decision is based on, as a Markdown table.
+        lines: The same as lines of plain text.
     """
 
     key: str
@@ -95,8 +96,11 @@ class ApprovalRequest:
     def as_question(self) -> Question:
         """Return the question with the held-out metrics."""
         key = f"approval-{self.step}-" + re.sub(r"[^a-z0-9]+", "-", self.run_name.lower())
-        table = markdown_table(*held_out_table(self.rows)) if self.rows else "The run has no held-out metrics."
-        return Question(key, self.question, table, [row.describe_change() for row in self.rows])
+        if not self.rows:
+            nothing = "The run has no held-out metrics."
+            return Question(key, self.question, nothing, [nothing])
+        lines = [row.describe_change() for row in self.rows]
+        return Question(key, self.question, markdown_table(*held_out_table(self.rows)), lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +152,8 @@ def decide(request: ApprovalRequest, config: RunConfig) -> Approval | None:
 def ask(question: Question) -> Answer | None:
     """Return the answer of a person to a question of the current flow run.
 
-    None means that there is nobody to ask, or that the person answered `later`. After its suspension, the flow run
-    starts anew and receives the answer from the same call.
+    None means that there is nobody to ask, or that the person answered `later`. Once a person has answered in the UI,
+    Prefect runs the flow again from its beginning, and this call returns the answer.
 
     Raises:
         Pause: The flow run is suspended until a person decides in the Prefect UI.

@@ -25,7 +25,7 @@ from tasks.training.tracking.logged_models import MODEL_ID, delete_model
 
 
 def settle_run_name(config: RunConfig) -> None:
-    """Delete the earlier run of the name, or ask whether to, if `if_exists` says so.
+    """Do what `if_exists` says about an earlier run of the same name: keep it to resume it, delete it, or ask.
 
     A flow run that Prefect retries or restarts resumes its own run.
 
@@ -53,7 +53,8 @@ def _is_deletion_chosen(config: RunConfig, directory: RunDirectory) -> bool:
             "'delete', or choose another run_name."
         )
     while True:
-        print_notice(f"{in_use}, with checkpoints at {_steps_of_checkpoints(directory) or 'no step'}.")
+        steps = _steps_of_checkpoints(directory)
+        print_notice(f"{in_use}, {f'with checkpoints at the steps {steps}' if steps else 'without checkpoints'}.")
         try:
             answer = input("What do you want to do? [delete, resume, exit]: ").strip()
         except EOFError:
@@ -69,14 +70,14 @@ def _delete(config: RunConfig, directory: RunDirectory) -> None:
     _check_origin(config)
     with directory:  # fails if another process is writing the run
         steps = _steps_of_checkpoints(directory)
-        weights_left = f" The weights of its checkpoints at {steps} stay on the service." if steps else ""
+        weights_left = f" The weights of its checkpoints at the steps {steps} stay on the service." if steps else ""
         mlflow = _delete_mlflow_run(config, directory)
         # The records of checkpoints come first: a run whose deletion was interrupted must not resume.
         names = sorted(directory.names(), key=lambda name: (name != CHECKPOINTS_BASE_NAME, name))
         for name in names:
             directory.remove(name)
     text = (
-        f"Deleted the earlier run {config.run_name!r}, as if_exists says: {len(names)} files in {directory.location} "
+        f"Deleted the earlier run {config.run_name!r}: {len(names)} files in {directory.location} "
         f"({', '.join(names)}){mlflow}.{weights_left}"
     )
     get_run_logger().warning("%s", text)
@@ -96,9 +97,7 @@ def _check_origin(config: RunConfig) -> None:
     sources += [("a teacher's checkpoint", name) for name in field_values(config.model_dump(), "checkpoint")]
     for field, name in sources:
         if isinstance(name, str) and name.partition("@")[0] == config.run_name:
-            raise ConfigError(
-                f"{field} is {name!r}, a checkpoint of the run that if_exists would delete: choose another run_name."
-            )
+            raise ConfigError(f"{field} is {name!r}, a checkpoint of the run to delete: choose another run_name.")
 
 
 def _delete_mlflow_run(config: RunConfig, directory: RunDirectory) -> str:

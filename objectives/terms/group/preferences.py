@@ -129,8 +129,8 @@ def kto(
 
     w is the weight of a completion, ``log r`` its ``log p - log ref``, and the sign is plus for desirable completions.
     The completions need no partners; the label ``desirable`` is 1 or 0. z, the policy's divergence from the reference,
-    is the mean ``log r`` of the datums without this label, clamped to at least 0; it is 0 without such datums. They
-    should be completions paired with mismatched prompts.
+    is the mean ``log r`` of the datums without this label, clamped to at least 0. These datums should be completions
+    paired with mismatched prompts; without such datums, z is 0.
 
     Source: Ethayarajh et al. 2024 (arXiv:2402.01306), equations 7 and 8; see `objectives.losses.kto`.
 

@@ -258,7 +258,7 @@ def test_the_gains_have_the_unit_of_the_term_beside_the_base_loss(base_loss: str
         )
         objective.choose_estimators(batch)
         (term,) = objective.regularizers
-        objective.note_batch(term, batch)
+        objective.set_gain_unit(term, batch)
         objective.observe(0, {f"term/{name}/value": 1.0})
     # The violation is clamped to one scale: twice the integral gain 0.05, and once the proportional gain 0.5.
     assert objective.targets.weight_of(name) == pytest.approx(unit * (2 * 0.05 + 0.5) / 0.5)

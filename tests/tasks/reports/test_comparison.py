@@ -58,7 +58,7 @@ def test_means_over_tokens_of_different_tokenizers_have_no_difference(runs: tupl
         record["contents"]["digests"]["tokenizer"] = {"tokenizer": str(number)}
         run.directory.write_bytes("checkpoints.jsonl", json.dumps(record).encode() + b"\n")
     page = comparison_page(*runs)
-    assert "<td>nll<td>1 (step 6)<td>0.5 (step 6)<td>none: the tokens differ" in page
+    assert "<td>nll<td>1 (step 6)<td>0.5 (step 6)<td>not comparable (different tokenizers)" in page
     assert re.search(r"logic on held-out data: .* nll cannot be compared: the tokenizers of the runs differ\.", page)
 
 

@@ -85,10 +85,10 @@ def test_deleted_run_leaves_no_trace(
     again = train(fields, if_exists="delete", **changes)
     assert (again.resumed_from, again.num_steps) == (0, 2)
     message = capfd.readouterr().err
-    assert f"Deleted the earlier run 'run', as if_exists says: {len(names)} files in {earlier.directory}" in message
+    assert f"Deleted the earlier run 'run': {len(names)} files in {earlier.directory}" in message
     assert all(name in message for name in names)
     assert f"mlflow runs restore --run-id {earlier.mlflow_run_id}" in message
-    assert "The weights of its checkpoints at 2, 3 stay on the service." in message
+    assert "The weights of its checkpoints at the steps 2, 3 stay on the service." in message
     assert stage_of(mlflow_uri, earlier.mlflow_run_id) == "deleted"
     assert stage_of(mlflow_uri, again.mlflow_run_id) == "active"
     assert not (Path(again.directory) / "leftover").exists()
@@ -153,7 +153,7 @@ def test_retried_flow_run_resumes_its_own_run(earlier: TrainResult, fields: dict
 def test_origin_is_checked_before_anything_is_deleted(earlier: TrainResult, fields: dict[str, Any]) -> None:
     before = contents(earlier.directory)
     for origin, message in {
-        "run@final": "a checkpoint of the run that if_exists would delete",
+        "run@final": "a checkpoint of the run to delete",
         "gone": "the run 'gone' has no checkpoint",
     }.items():
         with pytest.raises(ConfigError, match=message):
@@ -162,7 +162,7 @@ def test_origin_is_checked_before_anything_is_deleted(earlier: TrainResult, fiel
     environment = {"builder": "examples.letters:LettersBuilder"}
     datasets = [{"environment": environment, "teacher": {"checkpoint": "run@final"}}]
     config = OnPolicyConfig.model_validate({**places, "if_exists": "delete", "datasets": datasets})
-    with pytest.raises(ConfigError, match="a teacher's checkpoint is 'run@final', a checkpoint of the run that"):
+    with pytest.raises(ConfigError, match="a teacher's checkpoint is 'run@final', a checkpoint of the run to delete"):
         on_policy_distillation(config)
     assert contents(earlier.directory) == before
 
