@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from mlflow_store import new_store
 
 from blocks.storage import RunStorage
 from deployments.run_lookup import report_of
@@ -20,7 +21,7 @@ LINK = "Prefect: [mine](http://127.0.0.1:4200/runs/flow-run/a)"
 def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Storage with the run `rl`, which has targets for a term and a reward, and whose checkpoint was not registered."""
     monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path / "home"))
-    tracking = f"sqlite:///{tmp_path}/mlflow.db"
+    tracking = new_store(tmp_path)
     client = MlflowClient(tracking)
     experiment = client.create_experiment("x", artifact_location=str(tmp_path / "artifacts"))
     run_id = client.create_run(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from mlflow_store import new_store
 from sft_config import sft_fields
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
@@ -19,7 +20,7 @@ from flows.runs.pace import find_pace
 
 
 def test_pace_is_of_the_newest_run_of_the_same_method(tmp_path: Path) -> None:
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    uri = new_store(tmp_path)
     config = SftConfig.model_validate(sft_fields(tmp_path, "next", uri))
     client = MlflowClient(uri)
     experiment = client.create_experiment(config.experiment)

@@ -19,6 +19,7 @@ from forked_program import start_program
 from markdown_it import MarkdownIt
 from mlflow import MlflowClient
 from mlflow.entities import Param, Run, RunData, RunInfo, RunStatus, RunTag
+from mlflow_store import new_store
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
@@ -214,7 +215,7 @@ HISTORY = {
 
 
 def stored_run(folder: Path) -> tuple[RunDirectory, MlflowClient, str]:
-    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    client = MlflowClient(new_store(folder))
     experiment = client.create_experiment("x", artifact_location=str(folder / "artifacts"))
     run_id = client.create_run(experiment, tags={"prefect.flow_name": TEXT, "tinker_flows.warning.x": TEXT}).info.run_id
     client.log_param(run_id, "model", TEXT)

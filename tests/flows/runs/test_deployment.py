@@ -65,6 +65,7 @@ def test_run_from_a_deployment(tmp_path: Path, prefect_server: str, engine_url: 
             "PREFECT_API_URL": prefect_server,
             "TINKER_API_KEY": "tml-test",
             "TINKER_BASE_URL": engine_url,
+            "PREFECT_RUNNER_POLL_FREQUENCY": "1",
         },
         cwd=Path(__file__).parents[3],
         stdout=subprocess.DEVNULL,

@@ -90,7 +90,7 @@ def test_p_values_equal_the_enumeration_of_all_pairs_and_signs() -> None:
 
 
 @pytest.mark.parametrize(("num_problems", "rate"), [(40, None), (100, 0.05)])
-@pytest.mark.parametrize("num_points", [2, 8, 20])
+@pytest.mark.parametrize("num_points", [2, pytest.param(8, marks=pytest.mark.slow), 20])
 def test_equal_points_rarely_differ(
     num_points: int, num_problems: int, rate: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import tinker
 from mlflow import MlflowClient
 from mlflow.utils.validation import _validate_metric
+from mlflow_store import new_store
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
 
 from blocks.errors import ConfigError, EvaluatorError, ServiceError, ServiceLostError
@@ -75,7 +76,7 @@ def plain_logger(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def mlflow_log(tmp_path_factory: pytest.TempPathFactory) -> MetricsLog:
-    client = MlflowClient(f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}")
+    client = MlflowClient(new_store(tmp_path_factory.mktemp("mlflow")))
     return MetricsLog(client, client.create_run("0").info.run_id)
 
 

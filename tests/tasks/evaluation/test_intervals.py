@@ -11,6 +11,7 @@ from scipy.optimize import root_scalar
 
 from tasks.common.graders import pass_at
 from tasks.common.proportions import proportion_interval
+from tasks.evaluation import intervals
 from tasks.evaluation.intervals import (
     compare_scores,
     detectable_difference,
@@ -80,8 +81,9 @@ def test_equal_differences_have_no_interval(scores: list[float], p_value: float,
     assert (difference.detectable is not None) == has_detectable
 
 
-def test_equal_policies_rarely_differ() -> None:
+def test_equal_policies_rarely_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """1,000 comparisons of two equal policies: at most 5 % are significant, within the binomial bound of 0.1 %."""
+    monkeypatch.setattr(intervals, "NUM_FLIPS", 999)
     generator, num_runs = np.random.default_rng(2), 1000
     num_significant = 0
     for _ in range(num_runs):

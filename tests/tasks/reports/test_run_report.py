@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from browser import browser, page_text
 from mlflow import MlflowClient
+from mlflow_store import new_store
 from selenium.webdriver.remote.webdriver import WebDriver
 
 from blocks.storage import RunStorage
@@ -59,7 +60,7 @@ EFFECT = "Half of the problems gain more than the others."
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    client = MlflowClient(new_store(folder))
     experiment = client.create_experiment("x", artifact_location=str(folder / "artifacts"))
     tags = {"prefect.flow_name": "rl", "tinker_flows.warning.x": HOSTILE, "tinker_flows.term.kl": f"KL. {HOSTILE}"}
     run = client.create_run(experiment, tags=tags)

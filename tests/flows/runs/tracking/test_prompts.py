@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from mlflow_store import new_store
 from prefect.logging import disable_run_logger
 from sft_config import sft_fields
 
@@ -35,7 +36,7 @@ def test_run_registers_its_renderer_once(tmp_path: Path, engine_url: str, mlflow
 
 
 def test_setting_without_effect_and_unknown_renderer_warn(tmp_path: Path) -> None:
-    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    client = MlflowClient(new_store(tmp_path))
     log = MetricsLog(client, client.create_run("0").info.run_id)
     fields = sft_fields(tmp_path, "run", "", "")
     fields["data"]["params"]["common_config"]["renderer_name"] = "of-my-builder"
@@ -51,7 +52,7 @@ def test_setting_without_effect_and_unknown_renderer_warn(tmp_path: Path) -> Non
 
 
 def test_changed_system_prompt_is_a_new_version(tmp_path: Path) -> None:
-    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    client = MlflowClient(new_store(tmp_path))
     log = MetricsLog(client, client.create_run("0").info.run_id)
     questions = {"path": "questions.jsonl"}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from mlflow_store import new_store
 
 from tasks.training.tracking.logged_models import delete_model, link_metrics, log_model
 from tasks.training.tracking.metrics import MetricsLog
@@ -14,7 +15,7 @@ from tasks.training.tracking.metrics import MetricsLog
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> MlflowClient:
-    return MlflowClient(f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}")
+    return MlflowClient(new_store(tmp_path_factory.mktemp("store")))
 
 
 @pytest.fixture
