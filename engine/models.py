@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from engine import smollm2, tiny
 from engine.model_cache import ModelError, make_once
+from objectives.errors import did_you_mean
 
 DtypeName = Literal["float32", "bfloat16", "autocast-bf16"]
 DTYPE_NAMES: tuple[DtypeName, ...] = get_args(DtypeName)
@@ -85,7 +86,7 @@ def resolve_model(name: str, cache: Path) -> Path:
         directory = Path(name).expanduser()
     except RuntimeError as error:  # ~name of an unknown user
         raise ModelError(
-            f"The home directory in {name!r} does not exist: use a model directory, {_alternatives()}."
+            f"The home directory in {name!r} does not exist: use a model directory, {_alternatives(name)}"
         ) from error
     if directory.is_dir():
         if not (directory / "config.json").is_file():
@@ -95,12 +96,14 @@ def resolve_model(name: str, cache: Path) -> Path:
             )
         return _check_path(directory)
     if directory.is_absolute() or name.startswith((".", "~")):
-        raise ModelError(f"The directory {directory} does not exist: use a model directory, {_alternatives()}.")
+        raise ModelError(f"The directory {directory} does not exist: use a model directory, {_alternatives(name)}")
     return _check_path(_download(name))
 
 
-def _alternatives() -> str:
-    return f"a Hugging Face hub name or one of the built-in models ({', '.join(BUILTINS)})"
+def _alternatives(name: str) -> str:
+    """Other kinds of names, and the built-in model with the most similar name, as the end of an error's sentence."""
+    models = f"a Hugging Face hub name or one of the built-in models ({', '.join(BUILTINS)})"
+    return models + (did_you_mean(name, BUILTINS) or ".")
 
 
 def _check_path(directory: Path) -> Path:
@@ -123,13 +126,13 @@ def _download(name: str) -> Path:
     except HFValidationError as error:
         raise ModelError(
             f"{name!r} is not the name of a model that this machine can train: set TINKER_API_KEY if it is a model of "
-            f"the hosted Tinker service, or use a directory, {_alternatives()}."
+            f"the hosted Tinker service, or use a directory, {_alternatives(name)}"
         ) from error
     except (httpx.HTTPError, OSError) as error:
         raise ModelError(
             f"Model {name!r} is not a directory, is not in the local hub cache and could not be downloaded "
             f"({_reason(error)}): set TINKER_API_KEY if it is a model of the hosted Tinker service, or use a "
-            f"directory, {_alternatives()}."
+            f"directory, {_alternatives(name)}"
         ) from error
 
 

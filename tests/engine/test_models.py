@@ -323,6 +323,7 @@ def test_directory_is_used_directly(tiny_copy: Path, tmp_path: Path, monkeypatch
         ("~no-such-user/model", r"The home directory in '~no-such-user/model' does not exist"),
         ("a/b/c/d", r"'a/b/c/d' is not the name of a model .* set TINKER_API_KEY"),
         ("", r"has no config\.json"),
+        ("tiny ", r"'tiny ' is not the name .* \(tiny, smollm2-135m\); did you mean 'tiny'\?$"),
         ("two words", r"'two words' is not the name of a model .* set TINKER_API_KEY"),
     ],
 )
