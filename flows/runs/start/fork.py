@@ -9,6 +9,7 @@ from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks import RunStorage
 from blocks.errors import ConfigError
+from blocks.storage import RunDirectory
 from flows.config.base import BASE, SERVICE_PATH, RunConfig
 from flows.runs.checkpoints.checkpoint_refs import (
     NamedCheckpoint,
@@ -16,6 +17,7 @@ from flows.runs.checkpoints.checkpoint_refs import (
     find_checkpoints,
     select_checkpoints,
 )
+from flows.runs.start.config_record import changed_fields
 from tasks.training.checkpoints import read_records, step_of
 
 # Key of a record whose weights are loaded without the moments of the optimizer.
@@ -23,6 +25,12 @@ FRESH_OPTIMIZER = "fresh_optimizer"
 
 # State that a fork inherits from its parent's record; spent budget and MLflow run stay with the parent.
 _INHERITED = ("objective", "guard", "source", FRESH_OPTIMIZER)
+
+# Parts of the objective's state that depend on the parent's terms and data. A fork with others chooses them anew.
+_CHOICES = ("estimators", "has_chosen", "on_candidates", "passes", "last")
+
+# Fields that change neither the objective nor the data; `MAY_CHANGE` has further ones.
+_OF_TRAINING = {"run_name", "num_steps", "num_epochs", "learning_rate", "lr_schedule", "adam", "engine", "granularity"}
 
 
 def is_fork(config: RunConfig) -> bool:
@@ -126,10 +134,11 @@ def _starts_of_fork(config: RunConfig, storage: RunStorage) -> list[CheckpointRe
             f"resume is {config.resume!r}, but {name!r} is a run of tinker-cookbook, whose steps count within an "
             f"epoch: use the tinker:// path of a checkpoint, such as {matches[0].state_path}."
         )
-    return [_start_at(config, name, record) for record in matches]
+    otherwise = _trains_otherwise(directory, config)
+    return [_start_at(config, name, record, trains_otherwise=otherwise) for record in matches]
 
 
-def _start_at(config: RunConfig, name: str, record: CheckpointRecord) -> CheckpointRecord:
+def _start_at(config: RunConfig, name: str, record: CheckpointRecord, *, trains_otherwise: bool) -> CheckpointRecord:
     step, path = step_of(record), record.state_path or ""
     parent = {
         "resume": config.resume,
@@ -139,7 +148,19 @@ def _start_at(config: RunConfig, name: str, record: CheckpointRecord) -> Checkpo
         "mlflow_run_id": record.get("mlflow_run_id", ""),
     }
     inherited = {key: record.extra[key] for key in _INHERITED if record.has(key)}
+    if trains_otherwise:
+        inherited.pop("guard", None)  # losses of another objective or of other data are no measure of a spike
+        chosen = inherited.get("objective", {})
+        inherited["objective"] = {key: chosen[key] for key in chosen if key not in _CHOICES} | {"passes": None}
     return _start(path, step, inherited, parent)
+
+
+def _trains_otherwise(directory: RunDirectory, config: RunConfig) -> bool:
+    """Return whether a fork has another objective, other data or another method than its parent."""
+    try:
+        return bool({*changed_fields(directory, config)} - _OF_TRAINING)
+    except ConfigError:  # the config of another method
+        return True
 
 
 def _start(path: str, step: int, inherited: dict[str, Any], parent: dict[str, Any]) -> CheckpointRecord:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tinker
 from engine_process import API_KEY
+from metric_history import curve
 from sft_config import sft_fields
 
 from blocks.errors import ConfigError, ServiceError
@@ -14,6 +17,8 @@ from flows.config.train import SftConfig
 from flows.runs.blocks import storage_of
 from flows.runs.run import _resumed_client
 from flows.runs.start.fork import starts_of
+from flows.sft import sft
+from objectives.errors import ObjectiveError
 
 
 def fork(tmp_path: Path, path: str) -> SftConfig:
@@ -29,6 +34,65 @@ def test_missing_checkpoint_announces_no_other(
     with pytest.raises(ServiceError, match="none of the 1 checkpoints that 'fork' can start from"):
         _resumed_client(service, config, starts_of(config, storage_of(config)))
     assert "previous checkpoint" not in capsys.readouterr().err
+
+
+STATE = {
+    "targets": {"length": {"integral": 0.5}},
+    "estimators": {"length": "score_function"},
+    "on_candidates": ["length"],
+    "has_chosen": True,
+    "passes": 2,
+    "last": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "chooses_again"),
+    [
+        ({}, False),
+        ({"learning_rate": 0.5, "num_steps": 9, "guards": {"spike": "stop"}}, False),
+        ({"objective": {"regularizers": [{"name": "length", "weight": 1.0, "estimator": "minimum_risk_mean"}]}}, True),
+        ({"candidates": "off"}, True),
+        ({"seed": 7}, True),
+    ],
+)
+def test_another_objective_chooses_again(changes: dict[str, Any], chooses_again: bool, tmp_path: Path) -> None:
+    """A fork keeps what its parent learned, and what it chose only for the same terms and data."""
+    fields = sft_fields(tmp_path, "parent", "") | {"objective": {"regularizers": [{"name": "length", "weight": 1.0}]}}
+    record = {"name": "4", "batch": 4, "epoch": 0, "step": 4, "state_path": "tinker://a/weights/4"}
+    record |= {"objective": STATE, "guard": {"losses": [1.0]}, "source": {"seen": 4}}
+    config = SftConfig.model_validate(fields)
+    with storage_of(config).run_directory("parent") as directory:
+        directory.write_bytes(
+            "config.json", json.dumps({"format_version": 3} | config.model_dump(mode="json")).encode()
+        )
+        directory.append_line("checkpoints.jsonl", json.dumps(record))
+    config = SftConfig.model_validate(fields | {"run_name": "fork", "resume": "parent@4"} | changes)
+    (start,) = starts_of(config, storage_of(config))
+    learned = {"targets": STATE["targets"], "passes": None}
+    assert start.extra["objective"] == (learned if chooses_again else STATE)
+    assert ("guard" in start.extra) == (not chooses_again)
+    assert start.extra["source"] == {"seen": 4}
+
+
+@pytest.mark.usefixtures("prefect_server", "api_key")
+def test_a_new_term_of_a_fork_trains(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    """A term that the parent does not have trains on candidates as in a new run; without candidates it is an error."""
+    data = {"file_path": "examples/data/sums.jsonl", "test_size": 0}
+    data["common_config"] = {"renderer_name": "role_colon", "max_length": 200, "batch_size": 4}
+    builder = {"builder": "tinker_cookbook.supervised.data:FromConversationFileBuilder", "params": data}
+    length = {"name": "length", "weight": 1.0, "params": {"free": 0, "buffer": 8}}
+    repetition = {"name": "repetition", "weight": 1.0, "params": {"n": 1}}
+    fields = sft_fields(tmp_path, "parent", mlflow_uri, engine_url) | {"data": builder, "num_steps": 1}
+    fields |= {"eval_every": 0, "candidates": {"num": 4, "max_tokens": 10}}
+    sft(SftConfig.model_validate(fields | {"objective": {"regularizers": [length]}}))
+    fields |= {"resume": "parent@final", "num_steps": 2}
+    fields["objective"] = {"regularizers": [length, repetition]}
+    result = sft(SftConfig.model_validate(fields | {"run_name": "fork"}))
+    assert curve(result, "term/repetition/trained_prompts")[-1] > 0
+    assert curve(result, "term/repetition/grad_share")[-1] > 0
+    with pytest.raises(ObjectiveError, match="The scores of length, repetition cannot train"):
+        sft(SftConfig.model_validate(fields | {"run_name": "without", "candidates": "off"}))
 
 
 def test_sampler_weights_are_rejected(tmp_path: Path) -> None:
