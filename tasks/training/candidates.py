@@ -25,6 +25,7 @@ from blocks.tinker_internals import BackcompatSamplingClientFuture
 from objectives.batch import Batch, pack, pack_targets, unpack
 from objectives.errors import ObjectiveError
 from objectives.labels import MEMBER, PROMPT, number_prompts
+from objectives.reductions import trained_datums
 from tasks.common.sampling import wait_for_snapshot
 from tasks.common.service_errors import service_errors
 from tasks.common.task import Pending
@@ -126,8 +127,10 @@ class CandidateSampler:
         completions_P = iter(self._thread.submit(copy_context().run, sample).result())
         evaluated: list[EvaluatedBatch] = []
         for batch, prompts in zip(held_out, prompts_B, strict=True):
+            if not prompts:  # `max_length` has cut off all completions
+                continue
             completions = [*islice(completions_P, len(prompts))]
-            samples = pack_candidates(batch, _first_rows(batch), prompts, completions, self._tokenizer)
+            samples = pack_candidates(batch, first_rows(batch), prompts, completions, self._tokenizer)
             assert samples.sampling_logprobs_DT is not None
             evaluated.append(EvaluatedBatch(samples, samples.sampling_logprobs_DT))
         return evaluated
@@ -158,7 +161,7 @@ class CandidateSampler:
         snapshot: BackcompatSamplingClientFuture | None,
     ) -> Batch:
         batch = supervised.result()
-        rows = _first_rows(batch)
+        rows = first_rows(batch)
         prompts = prompts_of(batch)
         completions_P = stored
         if snapshot is not None:
@@ -266,15 +269,17 @@ def pack_candidates(
 
 
 def prompts_of(batch: Batch) -> list[list[int]]:
-    """Return the tokens of each prompt of a supervised batch."""
-    return [_prompt_tokens(batch, row) for row in _first_rows(batch)]
+    """Return the tokens of each prompt of a supervised batch, without datums that have no trained token."""
+    return [_prompt_tokens(batch, row) for row in first_rows(batch)]
 
 
-def _first_rows(batch: Batch) -> list[int]:
-    """Return the index of the first datum of each prompt of a batch."""
+def first_rows(batch: Batch) -> list[int]:
+    """Return the index of the first datum with a trained token of each prompt of a batch."""
     first: dict[int, int] = {}
-    for row, number in enumerate(number_prompts(batch).tolist()):
-        first.setdefault(number, row)
+    numbers_D, is_trained_D = number_prompts(batch).tolist(), trained_datums(batch).tolist()
+    for row, (number, is_trained) in enumerate(zip(numbers_D, is_trained_D, strict=True)):
+        if is_trained:
+            first.setdefault(number, row)
     return list(first.values())
 
 

@@ -19,9 +19,11 @@ from objectives.errors import ObjectiveError
 from objectives.estimators import ESTIMATORS
 from objectives.labels import find_preference_pairs, number_prompts
 from objectives.objective import Objective
+from objectives.reductions import trained_datums
 from objectives.term import Flag, Regularizer, own_params
 from tasks.common.jsonl import read_jsonl
 from tasks.common.task import call, opaque_argument
+from tasks.training.candidates import first_rows
 from tasks.training.datums import Datums
 from tasks.training.held_out import EvaluatedBatch
 from tasks.training.reference import Reference, load_reference
@@ -111,7 +113,7 @@ def first_prompts(evaluated: Sequence[EvaluatedBatch], num: int) -> list[Batch]:
     """Return batches with one datum of each of the first `num` prompts."""
     batches: list[Batch] = []
     for entry in evaluated:
-        rows = _first_rows(entry.batch)[:num]
+        rows = first_rows(entry.batch)[:num]
         num -= len(rows)
         if rows:
             batches.append(take_datums(entry.batch, rows))
@@ -123,9 +125,10 @@ def data_completions(evaluated: Sequence[EvaluatedBatch], num: int) -> list[list
     completions: list[list[str]] = []
     for entry in evaluated:
         by_prompt: dict[int, list[str]] = {}
-        for row, number in enumerate(number_prompts(entry.batch).tolist()):
+        numbers_D, is_trained_D = number_prompts(entry.batch).tolist(), trained_datums(entry.batch).tolist()
+        for row in [row for row, is_trained in enumerate(is_trained_D) if is_trained]:
             # Data with several targets per position has no texts.
-            by_prompt.setdefault(number, []).extend(entry.batch.texts_D[row : row + 1])
+            by_prompt.setdefault(numbers_D[row], []).extend(entry.batch.texts_D[row : row + 1])
         completions += by_prompt.values()
     return completions[:num]
 
@@ -143,7 +146,7 @@ def example_inputs(evaluated: Sequence[EvaluatedBatch], others: Sequence[Sequenc
             chosen_P, rejected_P = find_preference_pairs(entry.batch)
             rows_E = torch.stack([chosen_P, rejected_P], dim=1).tolist()
         else:
-            rows_E = [[row] for row in _first_rows(entry.batch)]
+            rows_E = [[row] for row in first_rows(entry.batch)]
         for rows in rows_E:
             batch = take_datums(entry.batch, rows)
             logprobs_DT = take_values(entry.logprobs_DT, entry.batch.offsets_D, rows)
@@ -267,14 +270,6 @@ def _title(entry: ExampleInput, *, is_pair: bool) -> str:
     if is_pair or not entry.others:
         return "rejected" if is_pair else ""
     return "in the data" if len(entry.others) == 1 else f"in the data, the most marked of {len(entry.others)}"
-
-
-def _first_rows(batch: Batch) -> list[int]:
-    """First datum of each prompt."""
-    first: dict[int, int] = {}
-    for row, number in enumerate(number_prompts(batch).tolist()):
-        first.setdefault(number, row)
-    return list(first.values())
 
 
 def _prompt(batch: Batch, tokenizer: Tokenizer) -> str:

@@ -12,8 +12,9 @@ from objectives.batch import Batch, Outputs, pack, pack_targets
 from objectives.config.spec import ObjectiveSpec
 from objectives.objective import Objective
 from tasks.reports.examples import examples_section, marked_text
+from tasks.training.candidates import first_rows, prompts_of
 from tasks.training.datums import Datums
-from tasks.training.examples import Example, TermFlag, find_flags, first_prompts, take_datums
+from tasks.training.examples import Example, TermFlag, data_completions, find_flags, first_prompts, take_datums
 from tasks.training.held_out import EvaluatedBatch
 
 
@@ -61,6 +62,16 @@ def test_first_prompts_takes_one_datum_of_each_prompt() -> None:
 
     batches = first_prompts([evaluated(["qab", "qcd", "ref"]), evaluated(["sgh", "tij"])], 3)
     assert [batch.texts_D for batch in batches] == [("ab", "ef"), ("gh",)]
+
+
+def test_a_datum_whose_completion_was_cut_off_has_no_prompt() -> None:
+    """Its only known token would be the prompt of unconditional samples."""
+    batch = batch_of(["q", "qab", "r", "sgh"])
+    assert first_rows(batch) == [1, 3]
+    assert len(prompts_of(batch)) == 2
+    evaluated = [EvaluatedBatch(batch, torch.zeros(batch.num_tokens))]
+    assert [taken.texts_D for taken in first_prompts(evaluated, 3)] == [("ab", "gh")]
+    assert data_completions(evaluated, 3) == [["ab"], ["gh"]]
 
 
 @pytest.mark.parametrize(
