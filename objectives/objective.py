@@ -224,6 +224,11 @@ class Objective:
         """Return the terms that are due at a step, on the batch or on its sampled candidates."""
         return [term for term in self.regularizers if term.on_candidates == on_candidates and term.due_at(step)]
 
+    def trains_terms(self, step: int, num_steps: int) -> bool:
+        """Return whether a term changes the gradient of a batch at a step: one that is due and has a weight."""
+        due = [term for term in self.due(step) if term.term.kind != "monitor"]
+        return any(self.weight_at(term, step, num_steps) != 0 for term in due)
+
     def measures_effects(self, step: int) -> bool:
         """Return whether a run measures the effects of the update of a step on the terms."""
         trains_terms = any(regularizer.term.kind != "monitor" for regularizer in self.regularizers)
@@ -302,10 +307,10 @@ class Objective:
             return self.targets.weight_of(regularizer.name)
         return regularizer.weight_at(step, num_steps)
 
-    def set_gain_unit(self, regularizer: Regularizer, batch: Batch) -> None:
-        """Set the unit of the gains of a term with a target, unless an earlier batch has set it."""
+    def set_gain_unit(self, regularizer: Regularizer, batch: Batch, supervised: Batch | None = None) -> None:
+        """Set the unit of the gains of a term with a target, unless an earlier batch has set it; see `gain_unit`."""
         if regularizer.target:
-            self.targets.set_gain_unit(regularizer.name, gain_unit(regularizer, self.base, batch))
+            self.targets.set_gain_unit(regularizer.name, gain_unit(regularizer, self.base, batch, supervised))
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Record the metrics of a trained step, for the next weights of terms with a target and for warnings.
@@ -410,6 +415,11 @@ def _bind(entry: RegularizerSpec | Mapping[str, object]) -> tuple[Regularizer, b
     _check_target(spec, term)
     schedule = spec.weight if isinstance(spec.weight, WeightSchedule) else Constant(value=spec.weight or 0.0)
     params = check_params(term, spec.params)
+    if spec.estimator == "score_function" and "alpha" in spec.params and not _reads_alpha(term):
+        raise ObjectiveError(
+            f"Term {spec.name!r} sets alpha, which has no effect with the estimator 'score_function'; remove alpha, or "
+            "use an estimator that compares completions, such as 'minimum_risk_mean'."
+        )
     _load_functions(spec.name, params)
     settings = {key: getattr(spec, key) for key in ("every", "retries", "on_error", "execution", "timeout_s")}
     estimator = _bind_estimator(spec, term)
@@ -459,6 +469,12 @@ def _check_available(name: str, term: Term) -> None:
                 f"Term {name!r} needs {need}, which no Tinker service returns; write the term on the logprobs of the "
                 "target tokens."
             )
+
+
+def _reads_alpha(term: Term) -> bool:
+    """Return whether the functions of a scored term have a parameter `alpha` of their own."""
+    functions = [function for function in (term.evaluate, term.prepare) if function]
+    return any("alpha" in inspect.signature(function).parameters for function in functions)
 
 
 def _check_target(spec: RegularizerSpec, term: Term) -> None:

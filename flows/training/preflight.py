@@ -105,6 +105,13 @@ def pitfalls_of(config: TrainConfig) -> Iterator[Pitfall]:
             f"objective.base_loss.params.beta is {beta:g}, which keeps the policy at its reference: 0.1 is usual, and "
             f"above {_LARGE_BETA:g} the model hardly learns.",
         )
+    terms = [term.name for term in config.objective.regularizers if term.enabled]
+    if _base_name(config) == "kto" and terms:
+        yield Pitfall(
+            "kto",
+            f"{', '.join(terms)} also see the completions with mismatched prompts that kto adds to a batch as "
+            "completions of these prompts: use dpo to train terms on the pairs alone.",
+        )
 
 
 def warning_of_split_rollouts(objective: Objective, batch: Batch) -> str:
@@ -316,12 +323,19 @@ def choose_estimators(run: Run, config: TrainConfig, objective: Objective, batch
         run.log.tag(f"tinker_flows.estimator.{name}", reason)
 
 
-def warn_of_unused_candidates(run: Run, config: TrainConfig, objective: Objective) -> None:
-    """Warn if the config sets candidates, but no term needs them."""
+def warn_about_candidates(run: Run, config: TrainConfig, objective: Objective) -> None:
+    """Warn if the config sets candidates, but no term needs them, or if they are left out of the balancing."""
     is_set = getattr(config, "candidates", "auto") not in ("auto", "off")
-    if is_set and not any(regularizer.on_candidates for regularizer in objective.regularizers):
+    on_candidates = [term.name for term in objective.regularizers if term.on_candidates]
+    if is_set and not on_candidates:
         text = "candidates is set, but no term needs them on this data, so none are sampled: remove candidates."
         note_warning(run.log, "pitfall.candidates", text)
+    if on_candidates and objective.balance:
+        text = (
+            f"balance does not weigh {', '.join(on_candidates)} against the base loss, because a term on sampled "
+            "candidates has its gradient at other tokens: set its weight or a target."
+        )
+        note_warning(run.log, "pitfall.balance", text)
 
 
 def announce_first_batch(

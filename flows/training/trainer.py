@@ -55,8 +55,8 @@ from flows.training.preflight import (
     announce_first_batch,
     check_passes,
     choose_estimators,
+    warn_about_candidates,
     warn_of_pitfalls,
-    warn_of_unused_candidates,
 )
 from flows.training.schedule import CheckpointCadence, Schedule
 from flows.training.step import (
@@ -204,7 +204,7 @@ class Trainer:
         """
         self._prepare(first)
         note_terms(self.run.log, self.objective.regularizers)
-        warn_of_unused_candidates(self.run, self.config, self.objective)
+        warn_about_candidates(self.run, self.config, self.objective)
         self._request_forward(first)
         if self.prepared:
             steps, is_new = range(first, num_steps), first == self.schedule.first
@@ -423,7 +423,8 @@ class Trainer:
         num_per_update = self.source.num_minibatches + sum(minibatch.is_candidates for minibatch in prepared)
         for number, (minibatch, linearized) in enumerate(checked, start=1):
             # Without a gradient, an optimizer step would still move the weights by its momentum.
-            is_only_scored = not (self.source.teaches(step) or self.objective.due(step))
+            trains_terms = self.objective.trains_terms(step, self.schedule.num_steps)
+            is_only_scored = not (trains_terms or self.source.teaches(step))
             if is_only_scored:
                 update = PendingUpdate(self._enqueue_forward(minibatch.batch.result()), None)
             else:

@@ -129,7 +129,7 @@ def evaluate_terms(  # noqa: PLR0913 - the objective, its inputs and where they 
             executor.report_skipped(position.step, regularizer, error)
             skipped[f"term/{regularizer.name}/skipped"] = 1.0
         if evaluation:
-            objective.set_gain_unit(regularizer, batch)
+            objective.set_gain_unit(regularizer, batch, supervised)
             weight = objective.weight_at(regularizer, position.step, position.num_steps)
             is_balanced = regularizer.target is None
             evaluated.append(WeightedTerm(evaluation, weight, scale.of(regularizer, batch), is_balanced))

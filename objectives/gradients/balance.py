@@ -196,8 +196,9 @@ class GradNorm:
     The weighted norm ``G_k = e_k w_k |g_k|`` is pulled to ``mean(G) r_k^alpha``. ``r_k`` is the term's value divided by
     its first positive value, relative to the mean of this ratio over the terms. ``e_k`` starts at 1 and takes gradient
     steps on ``sum_k |G_k - mean(G) r_k^alpha| / mean(G)`` with a constant target; then all ``e_k`` are clamped to at
-    least 1e-3 and scaled to mean 1. The division by ``mean(G)`` is not in the paper; it makes the learning rate
-    independent of the gradients' unit. Terms with zero gradient or zero weight are ignored.
+    least 1e-3 and scaled to their sum before the step, which is 1 on average. The division by ``mean(G)`` is not in the
+    paper; it makes the learning rate independent of the gradients' unit. A term that is not due, or has a zero gradient
+    or a zero weight, keeps its factor, and so does a term that is alone.
 
     Source: Chen et al. 2018, "GradNorm: Gradient Normalization for Adaptive Loss Balancing in Deep Multitask
     Networks" (arXiv:1711.02257), equations 1 and 2.
@@ -237,7 +238,7 @@ class GradNorm:
         relative = ratios / mean_ratio if mean_ratio > 0 else torch.ones_like(ratios)
         slopes = torch.sign(scaled_norms - mean * relative**self._alpha) * norms / mean
         updated = (factors - self._learning_rate * slopes).clamp(min=1e-3)
-        self._factors |= dict(zip(names, (updated / updated.mean()).tolist(), strict=True))
+        self._factors |= dict(zip(names, (updated * factors.sum() / updated.sum()).tolist(), strict=True))
 
     def state(self) -> BalanceState:
         return {"factors": dict(self._factors), "first_values": dict(self._first_values)}

@@ -64,19 +64,18 @@ def all_finite(tensor: Tensor) -> bool:
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
-def compare_gradients(products_KK: Tensor, weights_K: Tensor) -> GradientStats:
+def compare_gradients(products_KK: Tensor, weighted_norms_K: Tensor) -> GradientStats:
     """Compute norms, shares and cosines of the gradients of one step.
 
     Args:
         products_KK: float64 ``(K, K)``, scalar products of the unweighted gradients.
-        weights_K: float64 ``(K,)``; the balancing rules `imtl_g` and `aligned_mtl` may return negative weights.
+        weighted_norms_K: float64 ``(K,)``, norms of the weighted gradients.
 
-    >>> stats = compare_gradients(torch.tensor([[25.0, 4.0], [4.0, 1.0]]), torch.tensor([1.0, 5.0]))
-    >>> stats.shares_K, stats.cosines_KK[0, 1]
-    (tensor([0.5000, 0.5000]), tensor(0.8000))
+    >>> stats = compare_gradients(torch.tensor([[25.0, 4.0], [4.0, 1.0]]), torch.tensor([5.0, 5.0]))
+    >>> stats.norms_K, stats.shares_K, stats.cosines_KK[0, 1]
+    (tensor([5., 1.]), tensor([0.5000, 0.5000]), tensor(0.8000))
     """
     norms_K = products_KK.diagonal().sqrt()
-    weighted_norms_K = weights_K.abs() * norms_K
     return GradientStats(
         norms_K,
         weighted_norms_K,

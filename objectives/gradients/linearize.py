@@ -165,14 +165,14 @@ def join_metrics(parts: Sequence[Linearized]) -> dict[str, float]:
     rows_by_name = {name: [row for part in parts for row in part.rows if row.evaluation.name == name] for name in names}
     scales = {name: sum(row.scale for row in rows) for name, rows in rows_by_name.items()}
     products_KK = torch.zeros((len(names), len(names)), dtype=torch.float64)
+    weighted_squares_K = torch.zeros(len(names), dtype=torch.float64)
     for part in parts:
         at = torch.tensor([names.index(row.evaluation.name) for row in part.rows])
         scales_K = torch.tensor([row.scale / (scales[row.evaluation.name] or 1.0) for row in part.rows]).double()
         products_KK[at[:, None], at] += part.products_KK * scales_K[:, None] * scales_K
-    weights_K = torch.tensor([_effective_weight(name, parts) for name in names], dtype=torch.float64)
+        weighted_squares_K[at] += part.factors_K**2 * part.products_KK.diagonal()
     # Shares and weighted norms refer to the update per unit of its size, like the values.
-    units_K = torch.tensor([scales[name] / size for name in names], dtype=torch.float64)
-    stats = compare_gradients(products_KK, weights_K * units_K)
+    stats = compare_gradients(products_KK, weighted_squares_K.sqrt() / size)
     metrics: dict[str, float] = {}
     contributions: list[float] = []
     columns = zip(
@@ -238,18 +238,6 @@ def measure_effects(parts: Sequence[Linearized], changes: Sequence[Tensor]) -> d
             effects[name] = effects.get(name, 0.0) + row.scale * unit * product
             scales[name] = scales.get(name, 0.0) + row.scale
     return {f"term/{name}/effect": effect / (scales[name] or 1.0) for name, effect in effects.items()}
-
-
-def _effective_weight(name: str, parts: Sequence[Linearized]) -> float:
-    """Weight of a row after balancing, as its mean over the minibatches by scale."""
-    scaled = [
-        (float(factor), row.scale)
-        for part in parts
-        for factor, row in zip(part.factors_K, part.rows, strict=True)
-        if row.evaluation.name == name
-    ]
-    total = sum(scale for _, scale in scaled)
-    return sum(factor for factor, _ in scaled) / total if total else 0.0
 
 
 def _other_metrics(parts: Sequence[Linearized], known: Mapping[str, float]) -> dict[str, float]:

@@ -101,10 +101,13 @@ def unit_of(regularizer: Regularizer, batch: Batch) -> Unit:
     return ESTIMATORS[estimator_of(regularizer, batch)].unit
 
 
-def gain_unit(regularizer: Regularizer, base: Regularizer | None, batch: Batch) -> float:
+def gain_unit(
+    regularizer: Regularizer, base: Regularizer | None, batch: Batch, supervised: Batch | None = None
+) -> float:
     """Return the factor that gives equal multipliers of a target equal strength: the unit of the target's gains.
 
-    T is the mean number of trained tokens of the sequences in the batch. The unit is:
+    T is the mean number of trained tokens of the sequences that the base loss trains: those of ``supervised`` if the
+    batch has sampled candidates for its prompts. The unit is:
 
     - T for a term with the unit ``"sequence"`` next to a loss per token, such as cross-entropy: it competes with the
       loss of a whole sequence;
@@ -115,9 +118,10 @@ def gain_unit(regularizer: Regularizer, base: Regularizer | None, batch: Batch) 
     is_policy_loss = base is not None and "advantages" in base.term.needs
     if regularizer.adds_up or is_policy_loss:
         return 1.0
-    base_unit = "token" if base is None else unit_of(base, batch)
+    data = supervised or batch
+    base_unit = "token" if base is None else unit_of(base, data)
     unit = unit_of(regularizer, batch)
     if unit == base_unit:
         return 1.0
-    num_tokens = float(batch.mask_DT.sum() / trained_datums(batch).sum())
+    num_tokens = float(data.mask_DT.sum() / trained_datums(data).sum())
     return num_tokens if unit == "sequence" else 1 / num_tokens

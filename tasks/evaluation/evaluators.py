@@ -135,6 +135,8 @@ class HeldOutNLL(TrainingClientEvaluator):
                 f"The held-out data has the mean negative log-likelihood {nll}: check its rows and the weights."
             )
         totals = self._totals(logprobs_D, weights_D)
+        if any(size < 0 for size in totals["test/nll"][1]):
+            del totals["test/nll"]  # with negative weights, it is no mean over samples and has no interval
         means = {name: sum(sums_D) / sum(sizes_D) for name, (sums_D, sizes_D) in totals.items()}
         groups = self._prompts_D
         if len(self._datums) > MAX_SCORES:

@@ -264,7 +264,7 @@ class NamedRewards:
                 parts = reward_parts(completed, settings, unweighted)
                 products_KK += scalar_products(torch.stack([parts[name] for name in names]).double())
         weights_K = torch.tensor([mix.weights[name] for name in names], dtype=torch.float64)
-        stats = compare_gradients(products_KK, weights_K)
+        stats = compare_gradients(products_KK, weights_K.abs() * products_KK.diagonal().sqrt())
         shares = zip(names, stats.shares_K.tolist(), strict=True)
         metrics |= {f"reward/{name}/share": share for name, share in shares}
         for (a, first), (b, second) in combinations(enumerate(names), 2):

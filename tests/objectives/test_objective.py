@@ -134,6 +134,28 @@ def test_needs_that_a_flow_does_not_provide_raise_before_the_run():
         objective.check_needs()
 
 
+def test_monitors_and_terms_without_a_weight_train_nothing():
+    @regularizer("test_silent", "monitor")
+    def silent(outputs, batch):
+        return {"least": outputs.logprobs_DT.min()}
+
+    trained = {"name": "confidence", "weight": {"schedule": "linear", "start": 0.0, "end": 1.0}, "every": 2}
+    for terms, expected in (
+        ([{"fn": silent}, {"name": "l2", "weight": 0.0}], [False] * 4),
+        ([{"fn": silent}, trained], [False, False, True, False]),
+    ):
+        objective = Objective(regularizers=terms)
+        assert [objective.trains_terms(step, 4) for step in range(4)] == expected
+        assert objective.due(0)
+
+
+def test_alpha_without_effect_is_an_error():
+    spec = {"name": "length", "estimator": "score_function", "params": {"alpha": 10.0}}
+    with pytest.raises(ObjectiveError, match="'length' sets alpha, which has no effect with the estimator 'score_fun"):
+        Objective(regularizers=[spec])
+    Objective(regularizers=[spec | {"estimator": "minimum_risk"}])
+
+
 def test_the_score_function_on_fixed_data_raises_before_the_run():
     @regularizer("test_reinforced", "scored", estimator="score_function")
     def reinforced(outputs, batch):

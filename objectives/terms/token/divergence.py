@@ -98,8 +98,8 @@ def label_divergence_topk(
     0.3466
     """
     weights_DTK = batch.weights_DT.to(outputs.logprobs_DT.dtype)
-    any_DT1 = (weights_DTK > 0).any(-1, keepdim=True)
-    q_DTK = weights_DTK / weights_DTK.sum(-1, keepdim=True).where(any_DT1, 1.0)
+    any_DT = (weights_DTK > 0).any(-1)
+    q_DTK = weights_DTK / weights_DTK.sum(-1, keepdim=True).where(any_DT[:, None], 1.0)
     p_DTK = outputs.logprobs_DT.exp()
     rest_DT = (1 - p_DTK.sum(-1)).clamp(min=0.0)
     metrics = {"rest": reduce(rest_DT.detach(), batch, "token_mean")}
@@ -109,7 +109,7 @@ def label_divergence_topk(
     # All other tokens have q = 0, so that m = p / 2.
     p_part_DT = (p_DTK * (outputs.logprobs_DT - middle_DTK)).sum(-1) + rest_DT * math.log(2)
     q_part_DT = (torch.xlogy(q_DTK, q_DTK) - q_DTK * middle_DTK).sum(-1)
-    return ((p_part_DT + q_part_DT) / 2).where(any_DT1.squeeze(-1), 0.0), metrics
+    return ((p_part_DT + q_part_DT) / 2).where(any_DT, 0.0), metrics
 
 
 def _divergence(p_DTK: Tensor, q_DTK: Tensor, kind: Divergence) -> Tensor:

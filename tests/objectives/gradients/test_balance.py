@@ -424,6 +424,18 @@ def test_gradnorm_equalizes_norms():
     assert (norms[0] / norms[1]).item() == pytest.approx(1.0, abs=0.3)
 
 
+def test_gradnorm_ignores_steps_at_which_a_term_is_not_due():
+    """With the base loss alone in between, the factors of the common steps are those of the common steps alone."""
+    alternating, together = (GradNorm(GradNormSpec(method="gradnorm", learning_rate=0.2)) for _ in range(2))
+    both_KK = torch.tensor([16.0, 1.0], dtype=torch.float64).diag()
+    for _ in range(5):
+        expected = together.factors(["base", "a"], [1.0, 1.0], both_KK, 0)
+        assert alternating.factors(["base", "a"], [1.0, 1.0], both_KK, 0).tolist() == pytest.approx(expected.tolist())
+        alone = alternating.factors(["base"], [1.0], both_KK[:1, :1], 0)
+        assert alone.item() == pytest.approx(together.state()["factors"]["base"])
+    assert expected[0] < 0.9
+
+
 def test_gradnorm_rejects_negative_values_except_of_gradients_that_are_left_out():
     balance = GradNorm(GradNormSpec(method="gradnorm"))
     base, flat, unweighted = (replace(row, value=-1.0) for row in rows_of([2.0], [0.0], [1.0]))

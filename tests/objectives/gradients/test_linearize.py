@@ -18,9 +18,13 @@ from objectives import (
     linearize,
     prepare_features,
 )
+from objectives.config.spec import WeightingSpec
 from objectives.estimators import minimum_risk
+from objectives.gradients.balance import make_balance
+from objectives.gradients.linearize import WeightedTerm, join_metrics
 from objectives.losses import cross_entropy
 from objectives.reductions import reduce
+from objectives.term_weights.scale import Scale
 
 
 @given(ragged(), st.lists(st.floats(0, 10), min_size=3, max_size=3))
@@ -92,6 +96,31 @@ def test_metrics_of_every_row():
             "cosine/a/b": 0.0,
         }
     )
+
+
+@pytest.mark.parametrize("method", ["imtl_g", "dualproj", "mgda", None])
+def test_weighted_norms_of_minibatches_are_those_of_the_update(method):
+    """Balancing gives each minibatch factors of its own; the norms are those of the trained gradients, concatenated."""
+    generator = torch.Generator().manual_seed(0)
+    balance = make_balance(WeightingSpec(method=method)) if method else None
+    parts, trained = [], {"base": [], "a": []}
+    for size in (2.0, 3.0, 5.0):
+        base, term = (
+            Evaluation(name, 1.0, torch.randn(4, generator=generator, dtype=torch.float64) * scale)
+            for name, scale in (("base", size), ("a", 0.3))
+        )
+        scale = Scale(1.0, size, size, size)
+        parts.append(linearize(base, [WeightedTerm(term, 0.5, size)], balance, scale=scale))
+        # The factors of the gradients in the trained sum, by least squares.
+        pair = torch.stack([base.gradient_DT, term.gradient_DT], dim=1)
+        factors = torch.linalg.lstsq(pair, -parts[-1].loss_weights_DT[:, None]).solution[:, 0].tolist()
+        trained["base"].append(factors[0] * base.gradient_DT)
+        trained["a"].append(factors[1] * term.gradient_DT)
+    metrics = join_metrics(parts)
+    norms = {name: float(torch.cat(pieces).norm()) / 10.0 for name, pieces in trained.items()}
+    for name, norm in norms.items():
+        assert metrics[f"term/{name}/grad_norm_weighted"] == pytest.approx(norm)
+        assert metrics[f"term/{name}/grad_share"] == pytest.approx(norm / sum(norms.values()))
 
 
 @given(ragged())

@@ -65,6 +65,23 @@ def test_traceable_terms_of_the_library():
     assert traced == TRACED
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("divergence_topk", kind) for kind in ("reverse", "forward", "symmetric", "jensen_shannon")),
+        *(("label_divergence_topk", kind) for kind in ("forward", "jensen_shannon")),
+    ],
+)
+def test_all_kinds_of_divergences_are_one_pass(name: str, kind: str) -> None:
+    batch, outputs = cases()[2]
+    bound = Objective(regularizers=[{"name": name, "params": {"kind": kind}}]).regularizers[0]
+    traced = trace_term(bound, outputs, batch)
+    expected = evaluate_term(bound, outputs, batch, first_step=False)
+    value, gradient_DT = by_datum(traced, outputs, batch)
+    assert value == pytest.approx(expected.value, rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(gradient_DT, expected.gradient_DT, rtol=1e-5, atol=1e-7)
+
+
 @regularizer("test_traced_datum")
 def likelihood_of_datum(outputs, batch, *, power: float = 2.0):
     return (mean_by_datum(outputs.logprobs_DT, batch) + 1).abs() ** power, {

@@ -265,6 +265,16 @@ def test_the_gains_have_the_unit_of_the_term_beside_the_base_loss(base_loss: str
     assert objective.targets.state()[name].get("gain_unit") == unit
 
 
+def test_the_unit_of_a_term_on_candidates_is_the_length_of_the_data() -> None:
+    """Candidates of 2 tokens for data of 2.5: a multiplier has the same strength for any `max_tokens`."""
+    spec = {"name": "repetition", "estimator": "score_function", "target": {"at_most": 0.5}}
+    objective = Objective(regularizers=[spec])
+    data = Batch(torch.ones(5).long(), torch.ones(5), torch.tensor([0, 3, 5]))
+    candidates = Batch(torch.ones(4).long(), torch.ones(4), torch.tensor([0, 2, 4]))
+    objective.set_gain_unit(objective.regularizers[0], candidates, data)
+    assert objective.targets.state()["repetition"].get("gain_unit") == 2.5
+
+
 def test_the_default_bound_grows_with_the_unit_of_the_gains() -> None:
     controller = TargetController(TargetSpec(at_most=0.5, integral_gain=1000.0))
     controller.set_gain_unit(30.0)
