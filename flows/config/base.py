@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from prefect.runtime import flow_run
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -68,6 +68,12 @@ def _strings(value: Any, path: str) -> Iterator[tuple[str, str]]:
             yield from _strings(item, f"{path}.{index}")
 
 
+def _is_number(annotation: Any) -> bool:
+    """Return whether a field takes numbers but no switch, which pydantic would read as 0 or 1."""
+    types = get_args(annotation) or (annotation,)
+    return bool not in types and (int in types or float in types)
+
+
 class Config(BaseModel):
     """Frozen config that rejects unknown fields."""
 
@@ -80,6 +86,9 @@ class Config(BaseModel):
         if not isinstance(fields, dict):
             return fields
         check_json_values(fields)
+        for name, value in fields.items():
+            if isinstance(value, bool) and name in cls.model_fields and _is_number(cls.model_fields[name].annotation):
+                raise ValueError(f"{name!r} is {value}, but it takes a number")
         return with_current_paths(fields)
 
     @model_validator(mode="before")

@@ -17,6 +17,11 @@ Granularity = Literal["task", "step", "segment"]
 Policy = Literal["stop", "skip", "rollback"]
 
 
+def _read_off(value: object) -> object:
+    """Return the word `off` for False, because YAML reads an unquoted `off` as False."""
+    return "off" if value is False else value
+
+
 class AlertConfig(Config):
     """Limit of a metric, beyond which the run warns and emits the event `tinker-flows.alert`."""
 
@@ -61,7 +66,7 @@ class GuardConfig(Config):
         description="Policy for NaN or infinite losses, gradients and service responses. `skip` needs a forward pass "
         "before each update, even for a plain cross-entropy loss.",
     )
-    spike: Literal["off", "stop", "skip", "rollback"] = Field(
+    spike: Annotated[Literal["off", "stop", "skip", "rollback"], BeforeValidator(_read_off)] = Field(
         default="off",
         title="Spike",
         description="Policy for a loss far above the losses of recent steps. `skip` costs a forward pass per update.",
@@ -214,7 +219,7 @@ class TrainConfig(RunConfig):
         "datum, at the price of prompt tokens.",
         min_length=1,
     )
-    prompt_logprobs_last_n: Literal["auto", "off"] = Field(
+    prompt_logprobs_last_n: Annotated[Literal["auto", "off"], BeforeValidator(_read_off)] = Field(
         default="auto",
         title="Score the end of sequences",
         description="How the reference, teachers and `compute_post_kl` score a sequence. `auto`: score it only from "
@@ -365,11 +370,6 @@ class CandidatesConfig(Config):
         description="Sample for the next step while the current step is computed, from weights that are one update "
         "older. Importance weights correct for the older weights. Off: sample from the current weights.",
     )
-
-
-def _read_off(value: object) -> object:
-    """Return the word `off` for False, because YAML reads an unquoted `off` as False."""
-    return "off" if value is False else value
 
 
 Candidates = Annotated[

@@ -19,7 +19,7 @@ from tasks.training.batch_source import BatchSource, SampledTokens
 from tasks.training.candidates import CandidateSampler
 from tasks.training.reference import Reference
 from tasks.training.token_meter import TokenMeter
-from tasks.training.tracking.metrics import MetricsLog
+from tasks.training.tracking.metrics import COST_PREFIX, MetricsLog
 
 _SAMPLED = [field.name for field in fields(SampledTokens)]
 
@@ -274,13 +274,14 @@ class RunLedger(MeteredLedger):
 def cost_before_restart(log: MetricsLog, state: Mapping[str, float]) -> dict[str, float]:
     """Return the cost of the run before its last restart: the maximum of the checkpoint's record and the metrics.
 
-    The metrics also include the steps after the checkpoint: a crash lost them, but they were paid for. Counts that
-    neither has are left out.
+    The metrics also include the steps after the checkpoint: a crash lost them, but they were paid for. The maximum can
+    be at an earlier step than the last one, if the run was killed while it repeated steps. Counts that neither has are
+    left out.
     """
-    metrics = log.client.get_run(log.run_id).data.metrics
     keys = ("num_train_tokens", *_SAMPLED, "hours", "usd")
-    recorded = [key for key in keys if key in state or f"cost/{key}" in metrics]
-    return {key: max(state.get(key, 0.0), metrics.get(f"cost/{key}", 0.0)) for key in recorded}
+    known = log.step_keys()
+    logged = {key: max(log.values(name).values()) for key in keys if (name := f"{COST_PREFIX}{key}") in known}
+    return {key: max(state.get(key, 0.0), logged.get(key, 0.0)) for key in keys if key in state or key in logged}
 
 
 def price_of_other(log: MetricsLog, config: BudgetedConfig, model: str, role: str) -> Price | None:

@@ -127,6 +127,13 @@ class Guard:
         Raises:
             ConfigError: the policy stops the run, or no step would be left.
         """
+        recorded = [step for step, bad_step in self.skipped_steps.items() if bad_step.kind == "untrained"]
+        if sorted(recorded) == sorted(untrained):
+            return
+        if recorded:  # before the data changed
+            self.skipped_steps = {step: bad for step, bad in self.skipped_steps.items() if bad.kind != "untrained"}
+            lines = [json.dumps(asdict(bad_step)) for bad_step in self.skipped_steps.values()]
+            self._directory.write_bytes(GUARDS_NAME, "".join(f"{line}\n" for line in lines).encode())
         if not untrained:
             return
         why = reason_to_skip(untrained, num_steps, self._config.untrained)

@@ -145,7 +145,7 @@ class Trainer:
         self.start = resolve_start(run, config, schedule.steps_per_epoch, schedule.num_steps)
         self.first_step = step_of(self.start) if self.start else 0
         self.schedule = schedule = replace(schedule, first=origin_step(run.directory))
-        run.log.file = MetricsFile(run.directory, self.first_step)
+        run.log.file, run.log.starts_over = MetricsFile(run.directory, self.first_step), self.start is None
         self.contents = open_contents(run, config, objective, source, self.start)
         warn_of_pitfalls(run, config)
         load_cache(objective.runner.cache, run.directory)
@@ -181,7 +181,7 @@ class Trainer:
                 evaluation, and its weights are saved.
         """
         first, num_steps = self.first_step, self.schedule.num_steps
-        if first == self.schedule.first and not self.guard.skipped_steps:  # no step has been trained yet
+        if first == self.schedule.first:  # no step has been trained yet
             steps = range(first, num_steps)
             self.guard.check_batches(self.source.untrained_steps(steps), len(steps))
         with (
@@ -547,6 +547,8 @@ class Trainer:
             self.ledger.charge_metered()
             call(log_metrics, self.run.log, step, opaque_argument(metrics | self.ledger.metrics()))
             self.watch.check_end(step, metrics)
+        elif self.unchecked:
+            self.run.log.log_unfinished(step, self.ledger.metrics())  # with the tokens of this pass
         self._record_saves()
 
     def _record_saves(self) -> None:

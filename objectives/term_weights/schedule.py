@@ -102,5 +102,10 @@ Weight = Annotated[
     | Annotated[Linear, Tag("linear")]
     | Annotated[Cosine, Tag("cosine")]
     | Annotated[Warmup, Tag("warmup")],
-    Discriminator(_tag),
+    Discriminator(
+        _tag,
+        custom_error_type="weight",
+        custom_error_message="use a number, or fields whose schedule is constant, linear, cosine or warmup; a target "
+        "is a field of the term, next to its name",
+    ),
 ]

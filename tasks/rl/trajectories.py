@@ -67,8 +67,9 @@ def pack_groups(
         error = next((error for group in groups for error in group.errors), None)
         message = f"{error.error_type}: {error.error_message}" if error else "without an error"
         raise ConfigError(
-            f"All {len(groups)} groups of a step failed ({' '.join(message.split())[:300]}): check the environment, or "
-            "raise rollout.max_retries or rollout.timeout_s."
+            f"All {len(groups)} groups of a step or of one of its minibatches failed "
+            f"({' '.join(message.split())[:300]}): check the environment, raise rollout.max_retries or "
+            "rollout.timeout_s, or use fewer minibatches and substeps."
         )
     if settings.drop_constant:
         numbers = [number for number in numbers if not _is_constant(groups[number], mix, settings)] or numbers[:1]

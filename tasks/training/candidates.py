@@ -63,11 +63,13 @@ class Completion:
         tokens: sampled tokens, including the stop token.
         logprobs: their logprobs under the weights that sampled them, in nats.
         truncated: True if the completion reached `max_tokens`.
+        prompt: digest of the prompt's tokens; empty in files of release 0.1.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     truncated: bool
+    prompt: str = ""
 
 
 class CandidateSampler:
@@ -168,10 +170,10 @@ class CandidateSampler:
             completions_P = self._sample(step, prompts, self.settings.num, wait_for_snapshot(snapshot))
             self._directory.write_bytes(_name(step), _to_json(completions_P))
         assert completions_P is not None
-        if len(completions_P) != len(rows):
+        if len(completions_P) != len(rows) or not all(map(_are_of, completions_P, prompts)):
             raise ObjectiveError(
                 f"{_name(step)} has completions of {len(completions_P)} prompts, but the batch of step {step} has "
-                f"{len(rows)}; restore the data of the run, or delete the file to sample again."
+                f"{len(rows)} others; restore the data of the run, or delete the file to sample again."
             )
         completions = [completion for group in completions_P for completion in group]
         self._metrics[step] = {
@@ -201,7 +203,10 @@ class CandidateSampler:
                 for number, prompt in enumerate(prompts)
             ]
             responses = [response.result() for response in pending]
-        completions_P = [[_completion(sequence) for sequence in response.sequences] for response in responses]
+        completions_P = [
+            [_completion(sequence, prompt) for sequence in response.sequences]
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
         for prompt, response in zip(prompts, responses, strict=True):
             self._sampled += count_tokens(len(prompt), num, response)
         return completions_P
@@ -212,7 +217,10 @@ class CandidateSampler:
             return None
         try:
             return [
-                [Completion(tuple(row["tokens"]), tuple(row["logprobs"]), row["truncated"]) for row in group]
+                [
+                    Completion(tuple(row["tokens"]), tuple(row["logprobs"]), row["truncated"], row.get("prompt", ""))
+                    for row in group
+                ]
                 for group in json.loads(content)
             ]
         except (ValueError, KeyError, TypeError) as error:
@@ -296,10 +304,20 @@ def _prompt_tokens(batch: Batch, row: int) -> list[int]:
     return tokens[: int(mask.int().argmax()) + 1]
 
 
-def _completion(sequence: types.SampledSequence) -> Completion:
+def _are_of(completions: Sequence[Completion], prompt: Sequence[int]) -> bool:
+    """Return whether completions are those of a prompt, as far as this was recorded."""
+    return all(completion.prompt in ("", _digest(prompt)) for completion in completions)
+
+
+def _digest(prompt: Sequence[int]) -> str:
+    return hashlib.blake2b(json.dumps(list(prompt)).encode(), digest_size=8).hexdigest()
+
+
+def _completion(sequence: types.SampledSequence, prompt: Sequence[int]) -> Completion:
     if sequence.logprobs is None:
         raise ObjectiveError("The service returned samples without logprobs; use another service, or candidates 'off'.")
-    return Completion(tuple(sequence.tokens), tuple(sequence.logprobs), sequence.stop_reason == "length")
+    truncated = sequence.stop_reason == "length"
+    return Completion(tuple(sequence.tokens), tuple(sequence.logprobs), truncated, _digest(prompt))
 
 
 def _seed(seed: int, key: int | str, prompt: int) -> int:

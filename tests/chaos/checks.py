@@ -21,6 +21,7 @@ from chaos.configs import MAX_STALENESS, storage_of
 from chaos.runner import ChaosRun, run_folder
 from chaos.schedule import GROUPS, KILLS, NUM_STEPS
 from chaos.servers import Testbed, processes_of
+from tasks.training.tracking.metrics import COST_PREFIX
 
 # Fields of a checkpoint record that describe its location, origin and cost instead of the training.
 _UNSTABLE_FIELDS = {
@@ -77,8 +78,8 @@ def collect_outputs(testbed: Testbed, run: ChaosRun) -> Outputs:
     points: dict[tuple[str, int], float | None] = {}
     num_points = 0
     for key, step, value in _stored_points(testbed, mlflow_runs[0].info.run_id) if mlflow_runs else ():
+        num_points += (key, step) not in points or not key.startswith(COST_PREFIX)  # a repeated step costs again
         points[key, step] = None if _is_cost(key) else value
-        num_points += 1
     return Outputs(
         weights=saved_weights(state, final["state_path"]),
         records=records,
@@ -107,7 +108,8 @@ def differences(kind: str, outputs: Outputs, reference: Outputs) -> Iterator[str
     """Yield the differences between the outputs of a run and those of the reference run."""
     if outputs.statuses != ("FINISHED",):
         yield f"MLflow has {len(outputs.statuses)} runs of its name, with status {', '.join(outputs.statuses)}"
-    if outputs.num_duplicates and not outputs.was_replaced:
+    # Without a checkpoint, asynchronous RL starts over with other rollouts, whose values are logged in addition.
+    if outputs.num_duplicates and not outputs.was_replaced and kind != "async":
         yield f"MLflow has {outputs.num_duplicates} duplicate points"
     if outputs.files != reference.files:
         yield f"its directory has extra or missing files: {sorted(outputs.files ^ reference.files)}"

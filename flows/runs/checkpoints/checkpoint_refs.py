@@ -86,7 +86,8 @@ def find_steps(checkpoint: NamedCheckpoint, steps: str, storage: RunStorage) -> 
     """Return the other checkpoints of the same run, at the given steps, by increasing step.
 
     Args:
-        steps: `all`, or step numbers separated by commas; empty for none.
+        steps: step numbers separated by commas; `all` for all but the origin of a fork, which its parent may have
+            deleted; empty for none.
 
     Raises:
         ConfigError: `checkpoint` does not belong to a run, or the run has no checkpoint at one of the steps.
@@ -97,7 +98,8 @@ def find_steps(checkpoint: NamedCheckpoint, steps: str, storage: RunStorage) -> 
         raise ConfigError(f"steps needs the checkpoint of a run, but checkpoint is {checkpoint.name}: name a run.")
     if steps == "all":
         records = read_records(storage.run_directory(checkpoint.run_name))
-        selected = {step_of(record) for record in (*records.checkpoints, *records.samplers)}
+        own = [record for record in (*records.checkpoints, *records.samplers) if not record.has("parent")]
+        selected = {step_of(record) for record in own}
     else:
         selected = {int(step) for step in steps.split(",")}
     others = sorted(selected - {checkpoint.step})

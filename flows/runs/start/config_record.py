@@ -68,6 +68,10 @@ MAY_CHANGE = {
     "register_prompts",
 }
 
+# Beginnings of the names of files that belong to the steps of a run. One that starts over with other settings would
+# otherwise use them: samples of other prompts, skipped steps of other data.
+_OF_STEPS = ("candidates-", "guards.", "oversampled.", "held_out_terms.", "examples.", "transcripts-")
+
 # Fields of `MAY_CHANGE` that say where a run is or how it starts. Only changes of the other fields are announced.
 _NO_EFFECT = {"base_url", "tracking", "experiment", "mlflow_tags", "storage", "resume", "if_exists", "accept_changes"}
 
@@ -142,12 +146,33 @@ def check_config(
                 "choose another run_name, or set resume to auto to resume that run."
             )
     if set_aside_config(directory) or start is None:
+        if start is None and _trained_otherwise(directory, config):
+            _remove_files_of_steps(directory, config)
         fields = {_FORMAT_KEY: FORMAT_VERSION, **config.model_dump(mode="json")}
         directory.write_bytes(CONFIG, json.dumps(fields, indent=2).encode())
         return
     check_unchanged(directory, config, start)
     if not restarts:
         _announce_changes(directory, config)
+
+
+def _trained_otherwise(directory: RunDirectory, config: RunConfig) -> bool:
+    """Return whether an earlier start had other settings of what it trains."""
+    try:
+        return bool(changed_fields(directory, config))
+    except ConfigError:  # the config of another method, or a damaged one
+        return True
+
+
+def _remove_files_of_steps(directory: RunDirectory, config: RunConfig) -> None:
+    names = [name for name in directory.names() if name.startswith(_OF_STEPS)]
+    for name in names:
+        directory.remove(name)
+    if names:
+        print_notice(
+            f"{config.run_name} starts over with other settings: removed {len(names)} files of the steps of its "
+            "earlier start."
+        )
 
 
 def check_unchanged(directory: RunDirectory, config: RunConfig, newest: CheckpointRecord) -> None:

@@ -1,4 +1,4 @@
-"""Metrics of a run in MLflow: batched writes in the background; each step is logged once."""
+"""Metrics of a run in MLflow: batched writes in the background; a step that runs again adds what is new."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import NamedTuple
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric
@@ -21,6 +22,12 @@ from tasks.training.tracking.metrics_file import MetricsFile
 
 # Metric that every step logs last, which shows the steps that are logged completely.
 STEP_KEY = "progress/batch"
+
+# Prefix of the costs of a run, which grow with each repetition of a step.
+COST_PREFIX = "cost/"
+
+# Metrics whose values tell whether a step that runs again is the same step. Durations differ in any case.
+_IDENTIFYING = ("loss/total", "train_mean_nll", "test/nll")
 
 # Prefix of the metrics of MLflow's system monitor.
 SYSTEM_PREFIX = "system/"
@@ -41,12 +48,26 @@ def metric_values(client: MlflowClient, run_id: str, key: str) -> dict[int, floa
     return dict(sorted(newest.items()))
 
 
-class MetricsLog:
-    """Metrics of one MLflow run; a step that a crashed run has already logged is not logged again.
-
-    A background thread writes in the order of the calls. Writes that the store has not confirmed are repeated.
+class _Step(NamedTuple):
+    """Step to write.
 
     Attributes:
+        is_repeated: True if an earlier process has logged the step.
+    """
+
+    points: list[Metric]
+    is_repeated: bool
+
+
+class MetricsLog:
+    """Metrics of one MLflow run.
+
+    A background thread writes in the order of the calls. Writes that the store has not confirmed are repeated. Of a
+    step that an earlier process has logged, only its costs and the metrics that are not stored yet are logged again.
+
+    Attributes:
+        starts_over: True for a run without a checkpoint, whose data may have changed since an earlier start. A repeated
+            step with other values is then logged as a whole, and readers take its newest values.
         check_writer: raises StorageError if another process has taken over the run; call it before an effect outside of
             the run's directory.
         file: metrics.jsonl in the directory of the run, if the run has one.
@@ -58,6 +79,7 @@ class MetricsLog:
         "_lock",
         "_models",
         "_points",
+        "_repeatable",
         "_steps",
         "_stored",
         "_tags",
@@ -69,6 +91,7 @@ class MetricsLog:
         "client",
         "file",
         "run_id",
+        "starts_over",
     )
 
     def __init__(self, client: MlflowClient, run_id: str, check_writer: Callable[[], None] = lambda: None) -> None:
@@ -77,8 +100,10 @@ class MetricsLog:
         self.file: MetricsFile | None = None
         self._has_metrics = bool(client.get_run(run_id).data.metrics)
         self._steps = {metric.step for metric in client.get_metric_history(run_id, STEP_KEY)}
-        self._stored: dict[str, set[int]] = {}  # steps of each metric that were stored when it was first looked up
-        self._unwritten: deque[list[Metric]] = deque()  # the points of each step
+        self._repeatable = set(self._steps)  # steps of earlier processes that this one has not repeated
+        self.starts_over = False
+        self._stored: dict[str, dict[int, float]] = {}  # values of each metric when it was first looked up
+        self._unwritten: deque[_Step] = deque()
         self._models: dict[int, str] = {}  # logged models by step, whose points are not logged yet
         self._points: dict[int, list[Metric]] = {}  # points of steps whose logged model is not created yet
         self._tags: dict[str, str] = {}
@@ -91,7 +116,8 @@ class MetricsLog:
         """Enqueue the metrics of a step without waiting; fast steps share a write."""
         if self.file:
             self.file.log(step, {STEP_KEY: step, **metrics})
-        if step in self._steps:
+        is_repeated = step in self._repeatable
+        if step in self._steps and not is_repeated:
             return
         now = int(time.time() * 1000)
         with self._lock:
@@ -99,9 +125,10 @@ class MetricsLog:
             points = [
                 Metric(key, float(value), now, step, model_id) for key, value in metrics.items() if key != STEP_KEY
             ]
-            self._unwritten.append([*points, Metric(STEP_KEY, float(step), now, step)])
+            self._unwritten.append(_Step([*points, Metric(STEP_KEY, float(step), now, step)], is_repeated))
             self._steps.add(step)
-            if step in self._points:
+            self._repeatable.discard(step)
+            if step in self._points and not is_repeated:
                 self._points[step] = points
         self._start_to_write()
 
@@ -227,11 +254,11 @@ class MetricsLog:
             steps = list(self._unwritten)
         points: list[Metric] = []
         num_steps = 0
-        while num_steps < len(steps) and (not points or len(points) + len(steps[num_steps]) <= _MAX_POINTS):
-            points += steps[num_steps]
+        while num_steps < len(steps) and (not points or len(points) + len(steps[num_steps].points) <= _MAX_POINTS):
+            step = steps[num_steps]
+            may_be_stored = step.is_repeated or len(step.points) > _MAX_POINTS
+            points += self._without_stored(step.points) if may_be_stored else step.points
             num_steps += 1
-        if len(points) > _MAX_POINTS:
-            points = self._without_stored(points)
         for start in range(0, len(points), _MAX_POINTS):
             self.check_writer()
             self.client.log_batch(self.run_id, metrics=points[start : start + _MAX_POINTS])
@@ -240,12 +267,17 @@ class MetricsLog:
                 self._unwritten.popleft()
 
     def _without_stored(self, points: list[Metric]) -> list[Metric]:
-        """Leave out points of a large step that a killed process had stored; it stored only the first parts."""
+        """Leave out what an earlier process has stored: a step that runs again, or the first parts of a large step."""
         if not self._has_metrics:
             return points
         for key in {point.key for point in points} - self._stored.keys():
-            self._stored[key] = {metric.step for metric in self.client.get_metric_history(self.run_id, key)}
-        return [point for point in points if point.step not in self._stored[point.key]]
+            self._stored[key] = self.values(key)
+        step = points[0].step
+        stored = {key: values[step] for key, values in self._stored.items() if step in values}
+        identifying = [point for point in points if point.key in _IDENTIFYING]
+        if self.starts_over and any(stored.get(point.key, point.value) != point.value for point in identifying):
+            return points
+        return [point for point in points if point.key not in stored or point.key.startswith(COST_PREFIX)]
 
 
 def _first_line(error: Exception) -> str:

@@ -64,6 +64,12 @@ def conversations(**common: Any) -> Fields:
     return {"builder": "tinker_cookbook.supervised.data:FromConversationFileBuilder", "params": params}
 
 
+def test_an_unquoted_off_of_yaml_is_off(tmp_path: Path) -> None:
+    fields = sft_fields(tmp_path, "r", "") | {"guards": {"spike": False}, "prompt_logprobs_last_n": False}
+    config = SftConfig.model_validate(fields | {"candidates": False})
+    assert (config.guards.spike, config.prompt_logprobs_last_n, config.candidates) == ("off", "off", "off")
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -74,6 +80,12 @@ def conversations(**common: Any) -> Fields:
         ({"learning_rate": -1}, r"'learning_rate' is -1"),
         ({"run_name": "../x"}, r"'run_name' is '../x'"),
         ({"num_steps": 0}, r"'num_steps' is 0"),
+        ({"keep_last": True}, r"'keep_last' is True, but it takes a number"),
+        (
+            {"objective": {"regularizers": [{"name": "confidence", "weight": {"target": {"at_most": 0.1}}}]}},
+            r"weight' is .*, but use a number, or fields whose schedule is .*; a target is a field of the term",
+        ),
+        ({"budget": {"usd": True}}, r"'usd' is True, but it takes a number"),
         (
             {"keep_best": "test/nll"},
             r"'keep_best' .*it has the fields metric and mode: write keep_best.metric=test/nll on the command line",

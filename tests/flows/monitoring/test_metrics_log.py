@@ -12,6 +12,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from blocks.errors import ServiceError, StorageError
+from flows.training.budget import cost_before_restart
 from tasks.training.tracking.metrics import STEP_KEY, MetricsLog
 
 
@@ -97,6 +98,42 @@ def test_step_counts_as_logged_after_all_of_its_points(mlflow_uri: str) -> None:
     for key in ("term/0/value", "term/1500/value", "term/2499/value", STEP_KEY):
         steps = [metric.step for metric in client.get_metric_history(run_id, key)]
         assert sorted(steps) == [0, 1, 2], key
+
+
+def test_a_repeated_step_adds_its_costs_and_what_is_not_stored(mlflow_uri: str) -> None:
+    """A resumed run may evaluate more often, and pays for a step again; the other values are the same."""
+    client = MlflowClient(mlflow_uri)
+    run_id = client.create_run(client.create_experiment("metrics-log-repeated")).info.run_id
+    killed = MetricsLog(client, run_id)
+    for step in range(3):
+        killed.log(step, {"loss/total": 3.0 - step, "time/step": 0.5, "cost/usd": 10.0 * (step + 1)})
+    killed.flush()
+    for cost in (40.0, 50.0):  # a second kill comes before the costs exceed those of the last step
+        resumed = MetricsLog(client, run_id)
+        resumed.log(1, {"loss/total": 2.0, "time/step": 0.75, "cost/usd": cost, "test/nll": 4.0})
+        resumed.flush()
+    assert resumed.values("cost/usd") == {0: 10.0, 1: 50.0, 2: 30.0}
+    assert cost_before_restart(resumed, {"usd": 20.0}) == {"usd": 50.0}
+    for key, number in (("loss/total", 3), ("time/step", 3), ("test/nll", 1), (STEP_KEY, 3)):
+        assert len(client.get_metric_history(run_id, key)) == number, key
+
+
+@pytest.mark.parametrize("starts_over", [True, False])
+def test_a_run_that_starts_over_replaces_other_values(starts_over: bool, mlflow_uri: str) -> None:
+    """Its data may have been corrected; a run with a checkpoint has checked that its data is the same."""
+    client = MlflowClient(mlflow_uri)
+    run_id = client.create_run(client.create_experiment(f"metrics-log-over-{starts_over}")).info.run_id
+    killed = MetricsLog(client, run_id)
+    for step in range(2):
+        killed.log(step, {"loss/total": 3.0, "optim/lr": 0.1, "time/step": 1.0})
+    killed.flush()
+    again = MetricsLog(client, run_id)
+    again.starts_over = starts_over
+    again.log(0, {"loss/total": 3.0, "optim/lr": 0.1, "time/step": 2.0})
+    again.log(1, {"loss/total": 2.5, "optim/lr": 0.1, "time/step": 2.0})
+    again.flush()
+    assert again.values("loss/total") == {0: 3.0, 1: 2.5 if starts_over else 3.0}
+    assert again.values("time/step") == {0: 1.0, 1: 2.0 if starts_over else 1.0}
 
 
 def test_process_that_lost_the_run_writes_nothing(mlflow_uri: str) -> None:

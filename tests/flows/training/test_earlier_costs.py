@@ -55,9 +55,8 @@ def test_the_plan_divides_by_the_steps_that_trained(
 
 def cost_of(state: dict[str, float], logged: dict[str, float]) -> dict[str, float]:
     """Resume a run from a recorded and a logged cost, and score 5 sequences."""
-    data = SimpleNamespace(metrics={f"cost/{key}": value for key, value in logged.items()})
-    client = SimpleNamespace(get_run=lambda run_id: SimpleNamespace(data=data))
-    log: Any = SimpleNamespace(client=client, run_id="id")
+    metrics = {f"cost/{key}": {0: value} for key, value in logged.items()}
+    log: Any = SimpleNamespace(step_keys=lambda: list(metrics), values=metrics.get)
     ledger = Ledger(BudgetConfig(), FREE, cost_before_restart(log, state))
     ledger.add_sampled(SampledTokens(0, 5, 0, 5))
     return {key: value for key, value in ledger.metrics().items() if key != "cost/hours"}

@@ -27,17 +27,19 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 from blocks.errors import ConfigError, GuardError, PoisonedError, ServiceError
 from blocks.files.local import home
+from blocks.files.local_directory import LocalDirectory
 from deployments.command_line import main
 from engine.models import resolve_model
-from flows.config.train import BudgetConfig, SftConfig
+from flows.config.train import BudgetConfig, GuardConfig, SftConfig
 from flows.estimates.supervised import estimate
 from flows.runs.prices import FREE, TABLE, Price, digest_prices, price_of
 from flows.runs.result import TrainResult
 from flows.sft import sft
 from flows.training import budget
 from flows.training.budget import Ledger
-from flows.training.guards import spike_score
+from flows.training.guards import Guard, spike_score
 from objectives.batch import Batch
+from objectives.objective import Objective
 from tasks.supervised.dataset import build_dataset
 from tasks.training.batch_source import SampledTokens
 from tasks.training.forward_backward import read_outputs
@@ -414,3 +416,27 @@ def test_spent_budget_stays_spent(fields: dict[str, Any], tmp_path: Path) -> Non
     assert again.stopped.startswith(f"The run stopped at a checkpoint before step {first.num_steps}: ")
     with pytest.raises(ConfigError, match=r"^No step was run: the run would have .* with step 0, but budget\."):
         sft(config.model_copy(update={"run_name": "none", "budget": BudgetConfig(prices=priced(tmp_path), usd=0.01)}))
+
+
+def test_skipped_steps_follow_the_data_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that starts over may have other data; steps that an earlier start skipped for another reason stay."""
+    warned: list[str] = []
+    monkeypatch.setattr("flows.training.guards.note_warning", lambda log, key, text: warned.append(text))
+    monkeypatch.setattr("flows.training.guards.emit", lambda *_: None)
+    log: Any = None
+    with LocalDirectory(tmp_path / "run") as directory:
+
+        def check(untrained: list[int]) -> list[int]:
+            guard = Guard(GuardConfig(untrained="skip"), "run", directory, log, Objective())
+            guard.check_batches(untrained, 8)
+            return sorted(guard.skipped_steps)
+
+        assert check([3, 5]) == [3, 5]
+        assert check([3, 5]) == [3, 5]
+        assert len(warned) == 1
+        spike = {"step": 6, "kind": "spike", "policy": "skip", "loss": 9.0, "why": "The loss is a spike."}
+        directory.append_line("guards.jsonl", json.dumps(spike))
+        assert check([5]) == [5, 6]
+        assert check([]) == [6]
+        assert check([]) == [6]
+    assert len(warned) == 2

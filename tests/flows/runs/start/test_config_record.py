@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sft_config import sft_fields
@@ -40,6 +41,28 @@ def test_a_longer_run_is_a_fork(tmp_path: Path) -> None:
     for now, newest in ((changed[1], last), (changed[0], unfinished)):
         with pytest.raises(ConfigError, match="choose another run_name, or start anew"):
             check_config(LocalDirectory(path), now, newest, ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_removed"),
+    [({}, False), ({"eval_every": 7}, False), ({"seed": 5}, True), ({"candidates": {"num": 8}}, True)],
+)
+def test_a_run_that_starts_over_uses_no_samples_of_other_settings(
+    changes: dict[str, Any], is_removed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the first checkpoint, all fields may change; caches with keys of their own stay."""
+    fields = sft_fields(tmp_path, "mine", "")
+    with LocalDirectory(tmp_path / "mine") as directory:
+        check_config(directory, SftConfig.model_validate(fields), None, ())
+        of_steps = ["candidates-000000.json", "guards.jsonl", "oversampled.jsonl"]
+        for name in (*of_steps, "features.jsonl"):
+            directory.write_bytes(name, b"{}\n")
+        config = SftConfig.model_validate(fields | changes)
+        check_config(directory, config, None, ())
+        assert set(directory.names()) == {"config.json", "features.jsonl", *([] if is_removed else of_steps)}
+        recorded = json.loads(directory.read_bytes("config.json") or b"")
+    assert recorded["seed"] == config.seed
+    assert ("starts over with other settings: removed 3 files" in capsys.readouterr().err) == is_removed
 
 
 def test_never_also_rejects_the_name_of_a_cookbook_run(tmp_path: Path) -> None:
