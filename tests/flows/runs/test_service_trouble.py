@@ -227,7 +227,7 @@ def test_suspended_run_that_was_taken_over(
         run = client.get_run(result.mlflow_run_id)
         assert run.info.status == "FINISHED"
         twice = set[int]()
-        for key in run.data.metrics:
+        for key in (key for key in run.data.metrics if not key.startswith("cost/")):  # repeated steps cost again
             counts = Counter(point.step for point in client.get_metric_history(result.mlflow_run_id, key))
             twice |= {step for step, count in counts.items() if count > 1}
             assert set(counts.values()) <= {1, 2}, key
