@@ -105,13 +105,6 @@ def pitfalls_of(config: TrainConfig) -> Iterator[Pitfall]:
             f"objective.base_loss.params.beta is {beta:g}, which keeps the policy at its reference: 0.1 is usual, and "
             f"above {_LARGE_BETA:g} the model hardly learns.",
         )
-    terms = [term.name for term in config.objective.regularizers if term.enabled]
-    if _base_name(config) == "kto" and terms:
-        yield Pitfall(
-            "kto",
-            f"{', '.join(terms)} also see the completions with mismatched prompts that kto adds to a batch as "
-            "completions of these prompts: use dpo to train terms on the pairs alone.",
-        )
 
 
 def warning_of_split_rollouts(objective: Objective, batch: Batch) -> str:
