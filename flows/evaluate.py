@@ -100,8 +100,8 @@ class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
     steps: Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)] = Field(
         default="",
         title="Steps",
-        description="Further checkpoints of the same run to evaluate: steps such as `10,20`, or `all`. Their metrics "
-        "are logged at their steps and drawn as charts over steps.",
+        description="Further checkpoints of the same run to evaluate: steps such as `10,20`, or `all`, which leaves "
+        "out the origin of a fork. Their metrics are logged at their steps and drawn as charts over steps.",
         pattern=r"^(all|\d+(, ?\d+)*)?$",
     )
     baseline: str | None = Field(

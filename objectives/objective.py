@@ -428,11 +428,6 @@ def _bind(entry: RegularizerSpec | Mapping[str, object]) -> tuple[Regularizer, b
     _check_target(spec, term)
     schedule = spec.weight if isinstance(spec.weight, WeightSchedule) else Constant(value=spec.weight or 0.0)
     params = check_params(term, spec.params)
-    if spec.estimator == "score_function" and "alpha" in spec.params and not _reads_alpha(term):
-        raise ObjectiveError(
-            f"Term {spec.name!r} sets alpha, which has no effect with the estimator 'score_function'; remove alpha, or "
-            "use an estimator that compares completions, such as 'minimum_risk_mean'."
-        )
     _load_functions(spec.name, params)
     settings = {key: getattr(spec, key) for key in ("every", "retries", "on_error", "execution", "timeout_s")}
     estimator = _bind_estimator(spec, term)
@@ -482,12 +477,6 @@ def _check_available(name: str, term: Term) -> None:
                 f"Term {name!r} needs {need}, which no Tinker service returns; write the term on the logprobs of the "
                 "target tokens."
             )
-
-
-def _reads_alpha(term: Term) -> bool:
-    """Return whether the functions of a scored term have a parameter `alpha` of their own."""
-    functions = [function for function in (term.evaluate, term.prepare) if function]
-    return any("alpha" in inspect.signature(function).parameters for function in functions)
 
 
 def _check_target(spec: RegularizerSpec, term: Term) -> None:

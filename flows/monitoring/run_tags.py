@@ -147,6 +147,11 @@ def note_warning(log: MetricsLog, key: str, text: str) -> None:
         tqdm.write(escape_terminal(f"warning: {text}"), file=sys.stderr)
 
 
+def forget_warning(log: MetricsLog, key: str) -> None:
+    """Remove a warning of an earlier start whose cause is gone."""
+    _forget_tag(log, f"{WARNING_TAG}.{key}")
+
+
 def is_console_silent() -> bool:
     """Return whether Prefect's log lines of the level WARNING stay out of the terminal."""
     handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, PrefectConsoleHandler)]

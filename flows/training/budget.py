@@ -280,7 +280,10 @@ def cost_before_restart(log: MetricsLog, state: Mapping[str, float]) -> dict[str
     """
     keys = ("num_train_tokens", *_SAMPLED, "hours", "usd")
     known = log.step_keys()
-    logged = {key: max(log.values(name).values()) for key in keys if (name := f"{COST_PREFIX}{key}") in known}
+    logged: dict[str, float] = {}
+    for key in keys:
+        if (name := f"{COST_PREFIX}{key}") in known:
+            logged[key] = max(point.value for point in log.client.get_metric_history(log.run_id, name))
     return {key: max(state.get(key, 0.0), logged.get(key, 0.0)) for key in keys if key in state or key in logged}
 
 

@@ -21,7 +21,7 @@ from blocks.errors import ConfigError, GuardError, NotFiniteError, PoisonedError
 from blocks.storage import RunDirectory
 from flows.config.train import GuardConfig, Policy
 from flows.monitoring.events import emit
-from flows.monitoring.run_tags import note_end, note_warning
+from flows.monitoring.run_tags import forget_warning, note_end, note_warning
 from objectives import errors
 from objectives.gradients.linearize import Linearized
 from objectives.objective import Objective, ObjectiveState
@@ -29,6 +29,7 @@ from tasks.common.jsonl import read_jsonl
 from tasks.training.tracking.metrics import MetricsLog
 
 GUARDS_NAME = "guards.jsonl"
+_UNTRAINED = "guard.untrained"  # key of the warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,21 +128,23 @@ class Guard:
         Raises:
             ConfigError: the policy stops the run, or no step would be left.
         """
-        recorded = [step for step, bad_step in self.skipped_steps.items() if bad_step.kind == "untrained"]
-        if sorted(recorded) == sorted(untrained):
-            return
-        if recorded:  # before the data changed
+        recorded = {step for step, bad_step in self.skipped_steps.items() if bad_step.kind == "untrained"}
+        is_changed = recorded != {*untrained}
+        if recorded and is_changed:  # before the data was corrected
+            forget_warning(self._log, _UNTRAINED)
             self.skipped_steps = {step: bad for step, bad in self.skipped_steps.items() if bad.kind != "untrained"}
             lines = [json.dumps(asdict(bad_step)) for bad_step in self.skipped_steps.values()]
             self._directory.write_bytes(GUARDS_NAME, "".join(f"{line}\n" for line in lines).encode())
         if not untrained:
             return
         why = reason_to_skip(untrained, num_steps, self._config.untrained)
+        if not is_changed:
+            return
         bad_steps = [BadStep(step, "untrained", "skip", None, f"{why}.") for step in untrained]
         self._directory.append_line(GUARDS_NAME, "\n".join(json.dumps(asdict(bad_step)) for bad_step in bad_steps))
         self.skipped_steps |= {bad_step.step: bad_step for bad_step in bad_steps}
         text = f"{why}: {len(untrained)} of {num_steps} steps are skipped; increase max_length to train on these rows."
-        note_warning(self._log, "guard.untrained", text)
+        note_warning(self._log, _UNTRAINED, text)
         content = {"step": untrained[0], "kind": "untrained", "policy": "skip", "loss": None, "message": text}
         emit("guard", self._run_name, content)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +28,10 @@ from flows.runs.run import Run
 from flows.runs.start.fork import is_fork, named_origin
 from flows.runs.tracking.lineage import log_datasets
 from objectives.batch import Batch
+from objectives.config.term_lookup import find_term
 from objectives.labels import MEMBER, PROMPT
 from objectives.objective import CROSS_ENTROPY, Objective
+from objectives.term import Term
 from tasks.common.digests import digest_batch
 from tasks.common.renderers import recommended_renderers
 from tasks.common.task import call, opaque_argument
@@ -83,6 +86,7 @@ def pitfalls_of(config: TrainConfig) -> Iterator[Pitfall]:
     yield from _of_checkpoints(config)
     yield from _of_rate(config)
     yield from _of_renderer(config)
+    yield from _of_alpha(config)
     compares_rewards = isinstance(config, RlConfig) and config.advantage.estimator != "gae"
     compares_rewards = compares_rewards or fields.get("train_on_rewards", False)
     if compares_rewards and 1 in field_values(fields, "group_size"):
@@ -105,6 +109,28 @@ def pitfalls_of(config: TrainConfig) -> Iterator[Pitfall]:
             f"objective.base_loss.params.beta is {beta:g}, which keeps the policy at its reference: 0.1 is usual, and "
             f"above {_LARGE_BETA:g} the model hardly learns.",
         )
+
+
+def _of_alpha(config: TrainConfig) -> Iterator[Pitfall]:
+    terms = [
+        spec.name
+        for spec in config.objective.regularizers
+        if spec.estimator == "score_function"
+        and "alpha" in spec.params
+        and not _reads_alpha(find_term(spec.fn or spec.name))
+    ]
+    if terms:
+        yield Pitfall(
+            "alpha",
+            f"alpha of {', '.join(terms)} has no effect with the estimator score_function: remove it, or use an "
+            "estimator that compares completions, such as minimum_risk_mean.",
+        )
+
+
+def _reads_alpha(term: Term) -> bool:
+    """Return whether the functions of a scored term have a parameter `alpha` of their own."""
+    functions = [function for function in (term.evaluate, term.prepare) if function]
+    return any("alpha" in signature(function).parameters for function in functions)
 
 
 def warning_of_split_rollouts(objective: Objective, batch: Batch) -> str:

@@ -145,7 +145,8 @@ class Trainer:
         self.start = resolve_start(run, config, schedule.steps_per_epoch, schedule.num_steps)
         self.first_step = step_of(self.start) if self.start else 0
         self.schedule = schedule = replace(schedule, first=origin_step(run.directory))
-        run.log.file, run.log.starts_over = MetricsFile(run.directory, self.first_step), self.start is None
+        run.log.file = MetricsFile(run.directory, self.first_step)
+        run.log.starts_over = self.start is None or self.start.has("parent")  # no checkpoint of its own
         self.contents = open_contents(run, config, objective, source, self.start)
         warn_of_pitfalls(run, config)
         load_cache(objective.runner.cache, run.directory)

@@ -91,6 +91,8 @@ class HeldOutNLL(TrainingClientEvaluator):
         self.num_untrained = sum(not bool((weights > 0).any()) for weights in weights_D)
         if self._datums[0].loss_fn_inputs["weights"].to_torch().ndim > 1:
             self.scored_metrics = ("test/nll",)  # data with K targets per position
+        if any(float(weights.sum()) < 0 for weights in weights_D):  # no mean over samples
+            self.scored_metrics = tuple(name for name in self.scored_metrics if name != "test/nll")
         self._tokenizer, self._batches = tokenizer, batches
         self._logprobs_D: list[torch.Tensor] = []
 
@@ -104,11 +106,19 @@ class HeldOutNLL(TrainingClientEvaluator):
     def evaluated(self) -> list[EvaluatedBatch]:
         """Batches of the dataset with the logprobs of the last evaluation."""
         logprobs_D = iter(self._logprobs_D)
-        return [EvaluatedBatch(batch, torch.cat([*islice(logprobs_D, batch.num_datums)])) for batch in self._packed]
+        logprobs_B = [[*islice(logprobs_D, len(batch))] for batch in self._batches]
+        packed = zip(self._packed, logprobs_B, strict=True)
+        return [EvaluatedBatch(batch, torch.cat(logprobs)) for batch, logprobs in packed if batch]
 
     @cached_property
-    def _packed(self) -> list[Batch]:
-        return [pack_datums(batch, self._tokenizer) for batch in self._batches if batch]
+    def _packed(self) -> list[Batch | None]:
+        """Packed batches; None for one without a trained token, all of whose completions `max_length` has cut off."""
+        return [
+            pack_datums(batch, self._tokenizer)
+            if any(bool((datum.loss_fn_inputs["weights"].to_torch() != 0).any()) for datum in batch)
+            else None
+            for batch in self._batches
+        ]
 
     async def measure_sampler(self, sampling_client: tinker.SamplingClient) -> GradedMetrics:
         """Return the same metrics for weights that can only be sampled from.
@@ -135,8 +145,8 @@ class HeldOutNLL(TrainingClientEvaluator):
                 f"The held-out data has the mean negative log-likelihood {nll}: check its rows and the weights."
             )
         totals = self._totals(logprobs_D, weights_D)
-        if any(size < 0 for size in totals["test/nll"][1]):
-            del totals["test/nll"]  # with negative weights, it is no mean over samples and has no interval
+        if "test/nll" not in self.scored_metrics:
+            del totals["test/nll"]
         means = {name: sum(sums_D) / sum(sizes_D) for name, (sums_D, sizes_D) in totals.items()}
         groups = self._prompts_D
         if len(self._datums) > MAX_SCORES:

@@ -129,8 +129,6 @@ class CandidateSampler:
         completions_P = iter(self._thread.submit(copy_context().run, sample).result())
         evaluated: list[EvaluatedBatch] = []
         for batch, prompts in zip(held_out, prompts_B, strict=True):
-            if not prompts:  # `max_length` has cut off all completions
-                continue
             completions = [*islice(completions_P, len(prompts))]
             samples = pack_candidates(batch, first_rows(batch), prompts, completions, self._tokenizer)
             assert samples.sampling_logprobs_DT is not None
@@ -170,10 +168,15 @@ class CandidateSampler:
             completions_P = self._sample(step, prompts, self.settings.num, wait_for_snapshot(snapshot))
             self._directory.write_bytes(_name(step), _to_json(completions_P))
         assert completions_P is not None
-        if len(completions_P) != len(rows) or not all(map(_are_of, completions_P, prompts)):
+        fix = "restore the data of the run, or delete the file to sample again"
+        if len(completions_P) != len(rows):
             raise ObjectiveError(
                 f"{_name(step)} has completions of {len(completions_P)} prompts, but the batch of step {step} has "
-                f"{len(rows)} others; restore the data of the run, or delete the file to sample again."
+                f"{len(rows)} with a trained token (earlier releases also counted the others); {fix}."
+            )
+        if not all(map(_are_of, completions_P, prompts)):
+            raise ObjectiveError(
+                f"{_name(step)} has completions of other prompts than the batch of step {step}; {fix}."
             )
         completions = [completion for group in completions_P for completion in group]
         self._metrics[step] = {

@@ -195,6 +195,8 @@ def measure_held_out(
         reference: reference of the run, for terms that compare with it.
         step: step before which the weights are evaluated.
     """
+    if not evaluated:
+        return HeldOutTerms()
     needs_reference = any("ref_logprobs" in regularizer.term.needs for regularizer in regularizers)
     inputs = [
         (

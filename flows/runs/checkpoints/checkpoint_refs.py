@@ -98,8 +98,8 @@ def find_steps(checkpoint: NamedCheckpoint, steps: str, storage: RunStorage) -> 
         raise ConfigError(f"steps needs the checkpoint of a run, but checkpoint is {checkpoint.name}: name a run.")
     if steps == "all":
         records = read_records(storage.run_directory(checkpoint.run_name))
-        own = [record for record in (*records.checkpoints, *records.samplers) if not record.has("parent")]
-        selected = {step_of(record) for record in own}
+        saved = (*records.checkpoints, *records.samplers)
+        selected = {step_of(record) for record in saved if "resume" not in record.extra.get("parent", {})}
     else:
         selected = {int(step) for step in steps.split(",")}
     others = sorted(selected - {checkpoint.step})

@@ -30,7 +30,10 @@ _INHERITED = ("objective", "guard", "source", FRESH_OPTIMIZER)
 _CHOICES = ("estimators", "has_chosen", "on_candidates", "passes", "last")
 
 # Fields that change neither the objective nor the data; `MAY_CHANGE` has further ones.
-_OF_TRAINING = {"run_name", "num_steps", "num_epochs", "learning_rate", "lr_schedule", "adam", "engine", "granularity"}
+_OF_TRAINING = {
+    *("run_name", "init_from", "num_steps", "num_epochs", "learning_rate", "lr_schedule", "adam"),
+    *("engine", "granularity", "prompt_logprobs_last_n", "transcripts_every"),
+}
 
 
 def is_fork(config: RunConfig) -> bool:
@@ -151,7 +154,9 @@ def _start_at(config: RunConfig, name: str, record: CheckpointRecord, *, trains_
     if trains_otherwise:
         inherited.pop("guard", None)  # losses of another objective or of other data are no measure of a spike
         chosen = inherited.get("objective", {})
-        inherited["objective"] = {key: chosen[key] for key in chosen if key not in _CHOICES} | {"passes": None}
+        targets = {name: {**target, "gain_unit": None} for name, target in chosen.get("targets", {}).items()}
+        learned = {key: chosen[key] for key in chosen if key not in _CHOICES}
+        inherited["objective"] = learned | {"passes": None, "targets": targets}
     return _start(path, step, inherited, parent)
 
 

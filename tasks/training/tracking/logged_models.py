@@ -75,7 +75,8 @@ def link_metrics(log: MetricsLog, step: int, model_id: str) -> None:
     Raises:
         MlflowException, ServiceError: MLflow did not store them.
     """
-    if log.has_logged(step) and log.client.get_logged_model(model_id).metrics:
+    is_logged = log.has_logged(step) and not log.may_repeat(step)
+    if is_logged and log.client.get_logged_model(model_id).metrics:
         return
     log.link(step, model_id)
 

@@ -26,8 +26,9 @@ STEP_KEY = "progress/batch"
 # Prefix of the costs of a run, which grow with each repetition of a step.
 COST_PREFIX = "cost/"
 
-# Metrics whose values tell whether a step that runs again is the same step. Durations differ in any case.
-_IDENTIFYING = ("loss/total", "train_mean_nll", "test/nll")
+# Metrics that differ whenever a step runs again.
+_OF_TIME = ("time/", "throughput/")
+_DURATION = "duration_s"
 
 # Prefix of the metrics of MLflow's system monitor.
 SYSTEM_PREFIX = "system/"
@@ -66,8 +67,8 @@ class MetricsLog:
     step that an earlier process has logged, only its costs and the metrics that are not stored yet are logged again.
 
     Attributes:
-        starts_over: True for a run without a checkpoint, whose data may have changed since an earlier start. A repeated
-            step with other values is then logged as a whole, and readers take its newest values.
+        starts_over: True for a run without a checkpoint, whose data or code may have changed since an earlier start.
+            Other values of a repeated step are then logged, too, and readers take the newest.
         check_writer: raises StorageError if another process has taken over the run; call it before an effect outside of
             the run's directory.
         file: metrics.jsonl in the directory of the run, if the run has one.
@@ -155,8 +156,10 @@ class MetricsLog:
         """
         with self._lock:
             points = self._points.pop(step, [])
-            if not self.has_logged(step):
+            may_repeat = step in self._repeatable
+            if may_repeat or not self.has_logged(step):
                 self._models[step] = model_id
+            if not self.has_logged(step) or (may_repeat and self.starts_over):
                 return
         self.check_writer()
         self.flush()  # the points themselves come first
@@ -167,6 +170,10 @@ class MetricsLog:
     def has_logged(self, step: int) -> bool:
         """Return whether a step is logged, by this process or an earlier one."""
         return step in self._steps
+
+    def may_repeat(self, step: int) -> bool:
+        """Return whether only an earlier process has logged a step, which this one may run again."""
+        return step in self._repeatable
 
     def _at(self, step: int) -> list[Metric]:
         """Read the points of a step that an earlier process logged."""
@@ -270,14 +277,18 @@ class MetricsLog:
         """Leave out what an earlier process has stored: a step that runs again, or the first parts of a large step."""
         if not self._has_metrics:
             return points
-        for key in {point.key for point in points} - self._stored.keys():
+        keys = {point.key for point in points if not point.key.startswith(COST_PREFIX)}
+        for key in keys - self._stored.keys():
             self._stored[key] = self.values(key)
-        step = points[0].step
-        stored = {key: values[step] for key, values in self._stored.items() if step in values}
-        identifying = [point for point in points if point.key in _IDENTIFYING]
-        if self.starts_over and any(stored.get(point.key, point.value) != point.value for point in identifying):
-            return points
-        return [point for point in points if point.key not in stored or point.key.startswith(COST_PREFIX)]
+
+        def is_new(point: Metric) -> bool:
+            stored = self._stored.get(point.key, {}).get(point.step)
+            if stored is None or not self.starts_over:
+                return stored is None
+            is_of_time = point.key.startswith(_OF_TIME) or point.key.endswith(_DURATION)
+            return stored != point.value and not is_of_time
+
+        return [point for point in points if is_new(point)]
 
 
 def _first_line(error: Exception) -> str:

@@ -55,8 +55,9 @@ def test_the_plan_divides_by_the_steps_that_trained(
 
 def cost_of(state: dict[str, float], logged: dict[str, float]) -> dict[str, float]:
     """Resume a run from a recorded and a logged cost, and score 5 sequences."""
-    metrics = {f"cost/{key}": {0: value} for key, value in logged.items()}
-    log: Any = SimpleNamespace(step_keys=lambda: list(metrics), values=metrics.get)
+    metrics = {f"cost/{key}": [SimpleNamespace(value=value)] for key, value in logged.items()}
+    client = SimpleNamespace(get_metric_history=lambda run_id, name: metrics[name])
+    log: Any = SimpleNamespace(step_keys=lambda: list(metrics), client=client, run_id="id")
     ledger = Ledger(BudgetConfig(), FREE, cost_before_restart(log, state))
     ledger.add_sampled(SampledTokens(0, 5, 0, 5))
     return {key: value for key, value in ledger.metrics().items() if key != "cost/hours"}

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import bad_batches
 import numpy
@@ -422,21 +422,27 @@ def test_skipped_steps_follow_the_data_before_the_first_step(tmp_path: Path, mon
     """A run that starts over may have other data; steps that an earlier start skipped for another reason stay."""
     warned: list[str] = []
     monkeypatch.setattr("flows.training.guards.note_warning", lambda log, key, text: warned.append(text))
+    monkeypatch.setattr("flows.training.guards.forget_warning", lambda log, key: warned.clear())
     monkeypatch.setattr("flows.training.guards.emit", lambda *_: None)
     log: Any = None
     with LocalDirectory(tmp_path / "run") as directory:
 
-        def check(untrained: list[int]) -> list[int]:
-            guard = Guard(GuardConfig(untrained="skip"), "run", directory, log, Objective())
+        def check(untrained: list[int], policy: Literal["stop", "skip"] = "skip") -> list[int]:
+            guard = Guard(GuardConfig(untrained=policy), "run", directory, log, Objective())
             guard.check_batches(untrained, 8)
             return sorted(guard.skipped_steps)
 
         assert check([3, 5]) == [3, 5]
+        lines = directory.read_bytes("guards.jsonl")
         assert check([3, 5]) == [3, 5]
-        assert len(warned) == 1
+        assert directory.read_bytes("guards.jsonl") == lines
+        with pytest.raises(ConfigError, match="have nothing to train"):
+            check([3, 5], "stop")
+        assert all("2 of 8 steps are skipped" in text for text in warned)
         spike = {"step": 6, "kind": "spike", "policy": "skip", "loss": 9.0, "why": "The loss is a spike."}
         directory.append_line("guards.jsonl", json.dumps(spike))
         assert check([5]) == [5, 6]
+        assert "1 of 8 steps are skipped" in warned[-1]
         assert check([]) == [6]
+        assert not warned, "the warning is removed"
         assert check([]) == [6]
-    assert len(warned) == 2

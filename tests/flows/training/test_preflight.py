@@ -152,6 +152,12 @@ def test_fork_with_another_chat_format(engine_url: str, monkeypatch: pytest.Monk
     assert not list(pitfalls_of_checkpoint(service, start, sft()))
 
 
+def test_alpha_without_effect() -> None:
+    spec = {"name": "length", "weight": 1.0, "estimator": "score_function", "params": {"alpha": 10.0}}
+    assert "alpha" in keys(sft(objective={"regularizers": [spec]}))
+    assert "alpha" not in keys(sft(objective={"regularizers": [spec | {"estimator": "minimum_risk"}]}))
+
+
 def test_auto_learning_rate_is_the_published_rate(tmp_path: Path) -> None:
     assert sft(learning_rate="auto").learning_rate == pytest.approx(5e-4 * (2000 / 32) ** 0.781)
     assert sft(learning_rate="auto", model="Qwen/Qwen3-8B").learning_rate == pytest.approx(

@@ -63,5 +63,5 @@ def test_candidates_of_other_prompts_are_rejected(tmp_path: Path) -> None:
             for row in group:
                 row["prompt"] = digest
         directory.write_bytes("candidates-000000.json", json.dumps(rows).encode())
-        with pytest.raises(ObjectiveError, match="has completions of 2 prompts, but the batch of step 0 has 2 others"):
+        with pytest.raises(ObjectiveError, match="has completions of other prompts than the batch of step 0"):
             candidates_of(batch, directory)

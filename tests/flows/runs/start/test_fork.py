@@ -37,7 +37,7 @@ def test_missing_checkpoint_announces_no_other(
 
 
 STATE = {
-    "targets": {"length": {"integral": 0.5}},
+    "targets": {"length": {"integral": 0.5, "gain_unit": 20.0}},
     "estimators": {"length": "score_function"},
     "on_candidates": ["length"],
     "has_chosen": True,
@@ -51,6 +51,7 @@ STATE = {
     [
         ({}, False),
         ({"learning_rate": 0.5, "num_steps": 9, "guards": {"spike": "stop"}}, False),
+        ({"prompt_logprobs_last_n": "off"}, False),
         ({"objective": {"regularizers": [{"name": "length", "weight": 1.0, "estimator": "minimum_risk_mean"}]}}, True),
         ({"candidates": "off"}, True),
         ({"seed": 7}, True),
@@ -69,7 +70,7 @@ def test_another_objective_chooses_again(changes: dict[str, Any], chooses_again:
         directory.append_line("checkpoints.jsonl", json.dumps(record))
     config = SftConfig.model_validate(fields | {"run_name": "fork", "resume": "parent@4"} | changes)
     (start,) = starts_of(config, storage_of(config))
-    learned = {"targets": STATE["targets"], "passes": None}
+    learned = {"targets": {"length": {"integral": 0.5, "gain_unit": None}}, "passes": None}
     assert start.extra["objective"] == (learned if chooses_again else STATE)
     assert ("guard" in start.extra) == (not chooses_again)
     assert start.extra["source"] == {"seen": 4}
