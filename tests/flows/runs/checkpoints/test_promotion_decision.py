@@ -86,14 +86,14 @@ def test_the_best_of_several_checkpoints_needs_more_evidence() -> None:
 def test_runs_that_learn_nothing_are_rarely_promoted(
     num_candidates: int, relation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1,000 runs: at most 5 % promote the best of equal checkpoints, within the binomial bound of 0.1 %.
+    """500 runs: at most 5 % promote the best of equal checkpoints, within the binomial bound of 0.1 %.
 
     The scores of a run's checkpoints are independent, or each checkpoint repeats most answers of the previous one, or
     the metric of `keep_best` is another one of the same answers.
     """
     # The decision alone: the advice to the user simulates the power of the test.
     monkeypatch.setattr(promotion, "_advice", lambda differences, level: "use more problems")
-    generator, num_runs, num_problems, num_samples = np.random.default_rng(0), 1000, 10, 4
+    generator, num_runs, num_problems, num_samples = np.random.default_rng(0), 500, 10, 4
     num_promoted = num_uncorrected = 0
     for _ in range(num_runs):
         rates = generator.beta(0.5, 0.5, num_problems)
