@@ -22,7 +22,6 @@ from objectives.execution.process import importable
 from objectives.execution.runner import LastValue, TermRunner
 from objectives.gradients.alerts import Watch, WatchState
 from objectives.gradients.balance import Balance, BalanceState, make_balance
-from objectives.labels import NONE
 from objectives.losses import BASE_LOSSES, find_base_loss
 from objectives.losses.policy.correction import Correction
 from objectives.sdk.custom_loss import sdk_term
@@ -224,18 +223,6 @@ class Objective:
     def due(self, step: int, *, on_candidates: bool = False) -> list[Regularizer]:
         """Return the terms that are due at a step, on the batch or on its sampled candidates."""
         return [term for term in self.regularizers if term.on_candidates == on_candidates and term.due_at(step)]
-
-    def batch_of_terms(self, batch: Batch) -> Batch:
-        """Return the batch that terms see: without the completions that only measure something for the base loss.
-
-        `kto` compares the policy with its reference on completions with mismatched prompts, which are no completions
-        of these prompts for a term. They lack the label ``desirable``, and have no trained token in the returned batch.
-        """
-        label_D = batch.labels_D.get("desirable")
-        if self.base is None or self.base.term.name != "kto" or label_D is None or bool((label_D != NONE).all()):
-            return batch
-        is_seen_DT = (label_D != NONE).repeat_interleave(batch.offsets_D.diff())
-        return replace(batch, weights_DT=batch.weights_DT * is_seen_DT)
 
     def trains_terms(self, step: int, num_steps: int) -> bool:
         """Return whether a term changes the gradient of a batch at a step: one that is due and has a weight."""

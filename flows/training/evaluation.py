@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from time import perf_counter
 from typing import cast
 
@@ -142,8 +141,7 @@ class Evaluation:
             began = perf_counter()
             self._store_examples(step, held_out.evaluated)
             self._examples_s = perf_counter() - began
-        terms, seen_by = self._objective.regularizers, self._objective.batch_of_terms
-        evaluated = [replace(entry, batch=seen_by(entry.batch)) for entry in held_out.evaluated]
+        terms, evaluated = self._objective.regularizers, held_out.evaluated
         if not terms:
             return HeldOutTerms()
         inputs = [([term for term in terms if not term.on_candidates], evaluated)]

@@ -109,6 +109,13 @@ def pitfalls_of(config: TrainConfig) -> Iterator[Pitfall]:
             f"objective.base_loss.params.beta is {beta:g}, which keeps the policy at its reference: 0.1 is usual, and "
             f"above {_LARGE_BETA:g} the model hardly learns.",
         )
+    terms = [term.name for term in config.objective.regularizers if term.enabled]
+    if _base_name(config) == "kto" and terms:
+        yield Pitfall(
+            "kto",
+            f"{', '.join(terms)} also see the completions with mismatched prompts that kto adds to a batch as "
+            "completions of these prompts: use dpo to train terms on the pairs alone.",
+        )
 
 
 def _of_alpha(config: TrainConfig) -> Iterator[Pitfall]:

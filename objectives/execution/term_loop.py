@@ -114,12 +114,11 @@ def evaluate_terms(  # noqa: PLR0913 - the objective, its inputs and where they 
     Raises:
         ObjectiveError: a term failed, and its ``on_error`` is ``raise``; the base loss failed; or `linearize` failed.
     """
-    seen = objective.batch_of_terms(batch)
     pending = [
-        (term.regularizer, executor.evaluate(term.regularizer, term.features, outputs, seen, position.step == 0))
+        (term.regularizer, executor.evaluate(term.regularizer, term.features, outputs, batch, position.step == 0))
         for term in terms
     ]
-    scale = objective.scale(supervised or seen, position.share)
+    scale = objective.scale(supervised or batch, position.share)
     if supervised is not None:
         scale = candidate_scale(scale)
     evaluated: list[WeightedTerm] = []
@@ -130,10 +129,10 @@ def evaluate_terms(  # noqa: PLR0913 - the objective, its inputs and where they 
             executor.report_skipped(position.step, regularizer, error)
             skipped[f"term/{regularizer.name}/skipped"] = 1.0
         if evaluation:
-            objective.set_gain_unit(regularizer, seen, supervised)
+            objective.set_gain_unit(regularizer, batch, supervised)
             weight = objective.weight_at(regularizer, position.step, position.num_steps)
             is_balanced = regularizer.target is None
-            evaluated.append(WeightedTerm(evaluation, weight, scale.of(regularizer, seen), is_balanced))
+            evaluated.append(WeightedTerm(evaluation, weight, scale.of(regularizer, batch), is_balanced))
     linearized = executor.linearize(objective, outputs, batch, evaluated, position.step, scale)
     return replace(linearized, metrics={**linearized.metrics, **skipped})
 

@@ -136,6 +136,14 @@ def test_large_beta() -> None:
     assert keys(DpoConfig.model_validate(fields)) == {"beta"}
 
 
+def test_terms_see_the_mismatched_completions_of_kto() -> None:
+    fields = dpo_fields(Path("there"), "mine", "", "")
+    fields["objective"] = {"base_loss": "kto", "regularizers": [{"name": "length", "weight": 1.0}]}
+    assert keys(DpoConfig.model_validate(fields)) == {"kto"}
+    fields["objective"]["regularizers"][0]["enabled"] = False
+    assert keys(DpoConfig.model_validate(fields)) == set()
+
+
 def test_fork_with_another_chat_format(engine_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
     service = tinker.ServiceClient(base_url=engine_url)
