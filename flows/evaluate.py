@@ -101,7 +101,8 @@ class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
         default="",
         title="Steps",
         description="Further checkpoints of the same run to evaluate: steps such as `10,20`, or `all`, which leaves "
-        "out the origin of a fork. Their metrics are logged at their steps and drawn as charts over steps.",
+        "out the origin of a fork or of initial weights. Their metrics are logged at their steps and drawn as charts "
+        "over steps.",
         pattern=r"^(all|\d+(, ?\d+)*)?$",
     )
     baseline: str | None = Field(

@@ -130,8 +130,9 @@ class Guard:
         """
         recorded = {step for step, bad_step in self.skipped_steps.items() if bad_step.kind == "untrained"}
         is_changed = recorded != {*untrained}
-        if recorded and is_changed:  # before the data was corrected
+        if not untrained:
             forget_warning(self._log, _UNTRAINED)
+        if recorded and is_changed:  # before the data was corrected
             self.skipped_steps = {step: bad for step, bad in self.skipped_steps.items() if bad.kind != "untrained"}
             lines = [json.dumps(asdict(bad_step)) for bad_step in self.skipped_steps.values()]
             self._directory.write_bytes(GUARDS_NAME, "".join(f"{line}\n" for line in lines).encode())

@@ -119,17 +119,16 @@ def pitfalls_of(config: TrainConfig) -> Iterator[Pitfall]:
 
 
 def _of_alpha(config: TrainConfig) -> Iterator[Pitfall]:
-    terms = [
+    specs = [spec for spec in config.objective.regularizers if spec.enabled and "alpha" in spec.params]
+    idle = [
         spec.name
-        for spec in config.objective.regularizers
-        if spec.estimator == "score_function"
-        and "alpha" in spec.params
-        and not _reads_alpha(find_term(spec.fn or spec.name))
+        for spec in specs
+        if spec.estimator == "score_function" and not _reads_alpha(find_term(spec.fn or spec.name))
     ]
-    if terms:
+    if idle:
         yield Pitfall(
             "alpha",
-            f"alpha of {', '.join(terms)} has no effect with the estimator score_function: remove it, or use an "
+            f"alpha of {', '.join(idle)} has no effect with the estimator score_function: remove it, or use an "
             "estimator that compares completions, such as minimum_risk_mean.",
         )
 

@@ -86,8 +86,8 @@ def find_steps(checkpoint: NamedCheckpoint, steps: str, storage: RunStorage) -> 
     """Return the other checkpoints of the same run, at the given steps, by increasing step.
 
     Args:
-        steps: step numbers separated by commas; `all` for all but the origin of a fork, which its parent may have
-            deleted; empty for none.
+        steps: step numbers separated by commas; `all` for all but the origin of a fork or of initial weights,
+            which its own run may have deleted; empty for none.
 
     Raises:
         ConfigError: `checkpoint` does not belong to a run, or the run has no checkpoint at one of the steps.
@@ -98,8 +98,8 @@ def find_steps(checkpoint: NamedCheckpoint, steps: str, storage: RunStorage) -> 
         raise ConfigError(f"steps needs the checkpoint of a run, but checkpoint is {checkpoint.name}: name a run.")
     if steps == "all":
         records = read_records(storage.run_directory(checkpoint.run_name))
-        saved = (*records.checkpoints, *records.samplers)
-        selected = {step_of(record) for record in saved if "resume" not in record.extra.get("parent", {})}
+        own = [record for record in (*records.checkpoints, *records.samplers) if not record.has("parent")]
+        selected = {step_of(record) for record in own}
     else:
         selected = {int(step) for step in steps.split(",")}
     others = sorted(selected - {checkpoint.step})

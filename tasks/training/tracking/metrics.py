@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -44,9 +45,13 @@ def metric_values(client: MlflowClient, run_id: str, key: str) -> dict[int, floa
     A step has one value, the newest. MLflow may store a step twice: a process that was suspended in the middle of a
     write completes the write when it continues, although another process has taken over its run.
     """
+    return {step: point.value for step, point in sorted(newest_points(client, run_id, key).items())}
+
+
+def newest_points(client: MlflowClient, run_id: str, key: str) -> dict[int, Metric]:
+    """Read the newest point of a metric at each step."""
     points = sorted(client.get_metric_history(run_id, key), key=lambda point: point.timestamp)
-    newest = {point.step: point.value for point in points}
-    return dict(sorted(newest.items()))
+    return {point.step: point for point in points}
 
 
 class _Step(NamedTuple):
@@ -103,7 +108,7 @@ class MetricsLog:
         self._steps = {metric.step for metric in client.get_metric_history(run_id, STEP_KEY)}
         self._repeatable = set(self._steps)  # steps of earlier processes that this one has not repeated
         self.starts_over = False
-        self._stored: dict[str, dict[int, float]] = {}  # values of each metric when it was first looked up
+        self._stored: dict[str, dict[int, Metric]] = {}  # points of each metric when it was first looked up
         self._unwritten: deque[_Step] = deque()
         self._models: dict[int, str] = {}  # logged models by step, whose points are not logged yet
         self._points: dict[int, list[Metric]] = {}  # points of steps whose logged model is not created yet
@@ -176,10 +181,9 @@ class MetricsLog:
         return step in self._repeatable
 
     def _at(self, step: int) -> list[Metric]:
-        """Read the points of a step that an earlier process logged."""
+        """Read the newest points of a step that is logged."""
         keys = [key for key in self.step_keys() if key != STEP_KEY]
-        points = [point for key in keys for point in self.client.get_metric_history(self.run_id, key)]
-        return [point for point in points if point.step == step]
+        return [points[step] for key in keys if step in (points := newest_points(self.client, self.run_id, key))]
 
     def tag(self, key: str, value: str) -> None:
         """Enqueue a tag of the run without waiting."""
@@ -279,16 +283,22 @@ class MetricsLog:
             return points
         keys = {point.key for point in points if not point.key.startswith(COST_PREFIX)}
         for key in keys - self._stored.keys():
-            self._stored[key] = self.values(key)
-
-        def is_new(point: Metric) -> bool:
+            self._stored[key] = newest_points(self.client, self.run_id, key)
+        new: list[Metric] = []
+        for point in points:
             stored = self._stored.get(point.key, {}).get(point.step)
-            if stored is None or not self.starts_over:
-                return stored is None
-            is_of_time = point.key.startswith(_OF_TIME) or point.key.endswith(_DURATION)
-            return stored != point.value and not is_of_time
+            if stored is None or (self.starts_over and _is_other(point, stored)):
+                new.append(point)
+            elif self.starts_over and point.model_id:  # link the stored point; the run gets no further one
+                new.append(Metric(point.key, stored.value, stored.timestamp, point.step, point.model_id))
+        return new
 
-        return [point for point in points if is_new(point)]
+
+def _is_other(point: Metric, stored: Metric) -> bool:
+    """Return whether a point has another value than the stored one, for another reason than time."""
+    is_of_time = point.key.startswith(_OF_TIME) or point.key.endswith(_DURATION)
+    both_nan = math.isnan(point.value) and math.isnan(stored.value)
+    return point.value != stored.value and not (is_of_time or both_nan)
 
 
 def _first_line(error: Exception) -> str:

@@ -163,7 +163,8 @@ def test_fork_with_another_chat_format(engine_url: str, monkeypatch: pytest.Monk
 def test_alpha_without_effect() -> None:
     spec = {"name": "length", "weight": 1.0, "estimator": "score_function", "params": {"alpha": 10.0}}
     assert "alpha" in keys(sft(objective={"regularizers": [spec]}))
-    assert "alpha" not in keys(sft(objective={"regularizers": [spec | {"estimator": "minimum_risk"}]}))
+    for change in ({"estimator": "minimum_risk"}, {"enabled": False}):
+        assert "alpha" not in keys(sft(objective={"regularizers": [spec | change]}))
 
 
 def test_auto_learning_rate_is_the_published_rate(tmp_path: Path) -> None:

@@ -76,6 +76,21 @@ def test_another_objective_chooses_again(changes: dict[str, Any], chooses_again:
     assert start.extra["source"] == {"seen": 4}
 
 
+def test_a_fork_does_not_repeat_the_initial_weights_of_its_parent(tmp_path: Path) -> None:
+    """`init_from` beside `resume` is an error, so its absence is no change of what a run trains."""
+    fields = sft_fields(tmp_path, "parent", "")
+    record = {"name": "4", "batch": 4, "epoch": 0, "step": 4, "state_path": "tinker://a/weights/4", "objective": STATE}
+    parent = SftConfig.model_validate(fields | {"init_from": "other@final"})
+    with storage_of(parent).run_directory("parent") as directory:
+        directory.write_bytes(
+            "config.json", json.dumps(parent.model_dump(mode="json") | {"format_version": 3}).encode()
+        )
+        directory.append_line("checkpoints.jsonl", json.dumps(record))
+    fork = SftConfig.model_validate(fields | {"run_name": "fork", "resume": "parent@4"})
+    (start,) = starts_of(fork, storage_of(fork))
+    assert start.extra["objective"] == STATE
+
+
 @pytest.mark.usefixtures("prefect_server", "api_key")
 def test_a_new_term_of_a_fork_trains(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
     """A term that the parent does not have trains on candidates as in a new run; without candidates it is an error."""

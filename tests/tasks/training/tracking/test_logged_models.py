@@ -12,6 +12,8 @@ from mlflow_store import new_store
 from tasks.training.tracking.logged_models import delete_model, link_metrics, log_model
 from tasks.training.tracking.metrics import MetricsLog
 
+REPEATED = {"loss/total": 1.0, "test/nll": 3.0, "test/acc": 0.5, "time/step": 0.75}
+
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> MlflowClient:
@@ -69,6 +71,28 @@ def test_resumed_run_links_what_an_earlier_process_has_not(client: MlflowClient,
     resumed.log(6, {"loss": 6.0})
     resumed.flush()
     assert linked(client, next_id) == {"loss": 6.0}
+
+
+@pytest.mark.parametrize("starts_over", [True, False])
+@pytest.mark.parametrize("links_first", [True, False])
+def test_a_repeated_step_links_one_value_of_each_metric(
+    client: MlflowClient, run_id: str, starts_over: bool, links_first: bool
+) -> None:
+    """An earlier process has logged a step; the checkpoint before it is saved before or after it is logged again."""
+    killed = MetricsLog(client, run_id)
+    killed.log(4, {"loss/total": 1.0, "test/nll": 2.0, "time/step": 0.5})
+    killed.flush()
+    log = MetricsLog(client, run_id)
+    log.starts_over = starts_over
+    model = client.create_logged_model(client.get_run(run_id).info.experiment_id, "model", run_id)
+    log.expect_model(4)
+    actions = [lambda: link_metrics(log, 4, model.model_id), lambda: log.log(4, REPEATED)]
+    for action in actions if links_first else reversed(actions):
+        action()
+    log.flush()
+    expected = REPEATED | {"time/step": 0.5} | ({} if starts_over else {"test/nll": 2.0})
+    assert linked(client, model.model_id) == expected
+    assert [num_points(client, run_id, key) for key in ("loss/total", "test/acc", "time/step")] == [1, 1, 1]
 
 
 def test_deleted_model_is_deleted_once(client: MlflowClient, run_id: str) -> None:
