@@ -228,7 +228,7 @@ def test_dead_and_slow_environments_warn(
     changed |= {"health": {"patience": 1, "environment_above": 0.3}}
     changed |= {"environment": {"builder": "rollout_parts:DelayedLettersBuilder", "params": params}}
     changed |= {"objective": {"base_loss": "importance_sampling"}}
-    changed |= {"rollout": {"max_tokens": 1, "timeout_s": 10.0, "max_retries": 0}}
+    changed |= {"rollout": {"max_tokens": 1, "timeout_s": 5.0, "max_retries": 0}}
     result = rl(RlConfig.model_validate(config | changed))
     tags = MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data.tags
     expected = {"failed": "check the environment", "slow": "make them faster"}[check]
@@ -237,7 +237,11 @@ def test_dead_and_slow_environments_warn(
 
 @pytest.mark.parametrize(
     ("mode", "part", "group"),
-    [("sync", "turns", "rollout-0-1"), ("async", "rewards", "rollout-0-1"), ("sync", "rewards", "held-out-1")],
+    [
+        ("sync", "turns", "rollout-0-1"),
+        ("async", "rewards", "rollout-0-1"),
+        pytest.param("sync", "rewards", "held-out-1", marks=pytest.mark.slow),
+    ],
 )
 def test_an_environment_that_hangs_warns_during_its_step(
     run: tuple[Path, dict[str, Any], TrainResult],

@@ -77,7 +77,7 @@ def test_a_sync_that_the_run_does_not_reach_is_refused(tmp_path: Path) -> None:
     assert SelfConfig.model_validate(fields | {"teacher_sync_every": NUM_STEPS - 1}).teacher_sync_every == 5
 
 
-@pytest.mark.parametrize("first", [3, 4])
+@pytest.mark.parametrize("first", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_resumed_run_has_the_teacher_of_an_uninterrupted_one(
     tmp_path: Path, engine_url: str, mlflow_uri: str, first: int
 ) -> None:

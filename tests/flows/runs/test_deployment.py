@@ -55,6 +55,7 @@ def test_the_server_accepts_a_whole_config_and_the_form_shows_the_basics_first()
         validate({"config": fields | {"num_steps": 0}}, schema, raise_on_error=True)
 
 
+@pytest.mark.slow
 def test_run_from_a_deployment(tmp_path: Path, prefect_server: str, engine_url: str, mlflow_uri: str) -> None:
     """Serve the flow, then start it through the API like the UI; an invalid value is rejected."""
     fields = sft_fields(tmp_path, "served", mlflow_uri, engine_url)
