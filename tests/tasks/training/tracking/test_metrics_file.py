@@ -39,7 +39,9 @@ with RunStorage(url=str(folder)).run_directory("run") as directory:
         time.sleep(0.001)
         if step % 50 == 49:
             file.flush()
-            checkpoint.write_text(str(step + 1))
+            new = folder / "checkpoint.new"
+            new.write_text(str(step + 1))
+            new.replace(checkpoint)  # a kill between truncation and write would leave an empty file
     file.flush()
 """
 
