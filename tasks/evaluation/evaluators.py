@@ -108,7 +108,7 @@ class HeldOutNLL(TrainingClientEvaluator):
         logprobs_D = iter(self._logprobs_D)
         logprobs_B = [[*islice(logprobs_D, len(batch))] for batch in self._batches]
         packed = zip(self._packed, logprobs_B, strict=True)
-        return [EvaluatedBatch(batch, torch.cat(logprobs)) for batch, logprobs in packed if batch]
+        return [EvaluatedBatch(batch, torch.cat(logprobs)) for batch, logprobs in packed if batch is not None]
 
     @cached_property
     def _packed(self) -> list[Batch | None]:

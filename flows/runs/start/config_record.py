@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,7 +146,7 @@ def check_config(
                 "choose another run_name, or set resume to auto to resume that run."
             )
     if set_aside_config(directory) or start is None:
-        if start is None and _trained_otherwise(directory, config):
+        if start is None and trains_otherwise(directory, config):
             _remove_files_of_steps(directory, config)
         fields = {_FORMAT_KEY: FORMAT_VERSION, **config.model_dump(mode="json")}
         directory.write_bytes(CONFIG, json.dumps(fields, indent=2).encode())
@@ -156,10 +156,14 @@ def check_config(
         _announce_changes(directory, config)
 
 
-def _trained_otherwise(directory: RunDirectory, config: RunConfig) -> bool:
-    """Return whether an earlier start had other settings of what it trains."""
+def trains_otherwise(directory: RunDirectory, config: RunConfig, ignored: Collection[str] = ()) -> bool:
+    """Return whether the recorded run trained with other settings than a config.
+
+    Args:
+        ignored: fields that may differ in addition to `MAY_CHANGE`.
+    """
     try:
-        return bool(changed_fields(directory, config))
+        return not {*changed_fields(directory, config)} <= {*ignored}
     except ConfigError:  # the config of another method, or a damaged one
         return True
 

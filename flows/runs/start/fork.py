@@ -9,7 +9,6 @@ from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks import RunStorage
 from blocks.errors import ConfigError
-from blocks.storage import RunDirectory
 from flows.config.base import BASE, SERVICE_PATH, RunConfig
 from flows.runs.checkpoints.checkpoint_refs import (
     NamedCheckpoint,
@@ -17,7 +16,7 @@ from flows.runs.checkpoints.checkpoint_refs import (
     find_checkpoints,
     select_checkpoints,
 )
-from flows.runs.start.config_record import changed_fields
+from flows.runs.start.config_record import trains_otherwise
 from tasks.training.checkpoints import read_records, step_of
 
 # Key of a record whose weights are loaded without the moments of the optimizer.
@@ -137,11 +136,16 @@ def _starts_of_fork(config: RunConfig, storage: RunStorage) -> list[CheckpointRe
             f"resume is {config.resume!r}, but {name!r} is a run of tinker-cookbook, whose steps count within an "
             f"epoch: use the tinker:// path of a checkpoint, such as {matches[0].state_path}."
         )
-    otherwise = _trains_otherwise(directory, config)
-    return [_start_at(config, name, record, trains_otherwise=otherwise) for record in matches]
+    is_other = trains_otherwise(directory, config, _OF_TRAINING)
+    return [_start_at(config, name, record, is_other=is_other) for record in matches]
 
 
-def _start_at(config: RunConfig, name: str, record: CheckpointRecord, *, trains_otherwise: bool) -> CheckpointRecord:
+def _start_at(config: RunConfig, name: str, record: CheckpointRecord, *, is_other: bool) -> CheckpointRecord:
+    """Return the start of a fork.
+
+    Args:
+        is_other: whether the fork has another objective, other data or another method than its parent.
+    """
     step, path = step_of(record), record.state_path or ""
     parent = {
         "resume": config.resume,
@@ -151,21 +155,13 @@ def _start_at(config: RunConfig, name: str, record: CheckpointRecord, *, trains_
         "mlflow_run_id": record.get("mlflow_run_id", ""),
     }
     inherited = {key: record.extra[key] for key in _INHERITED if record.has(key)}
-    if trains_otherwise:
+    if is_other:
         inherited.pop("guard", None)  # losses of another objective or of other data are no measure of a spike
         chosen = inherited.get("objective", {})
         targets = {name: {**target, "gain_unit": None} for name, target in chosen.get("targets", {}).items()}
         learned = {key: chosen[key] for key in chosen if key not in _CHOICES}
         inherited["objective"] = learned | {"passes": None, "targets": targets}
     return _start(path, step, inherited, parent)
-
-
-def _trains_otherwise(directory: RunDirectory, config: RunConfig) -> bool:
-    """Return whether a fork has another objective, other data or another method than its parent."""
-    try:
-        return bool({*changed_fields(directory, config)} - _OF_TRAINING)
-    except ConfigError:  # the config of another method
-        return True
 
 
 def _start(path: str, step: int, inherited: dict[str, Any], parent: dict[str, Any]) -> CheckpointRecord:
