@@ -90,6 +90,8 @@ def _progress(step: int, num_steps: int) -> float:
 def _tag(value: object) -> str | None:
     if isinstance(value, dict):
         return value.get("schedule")
+    if isinstance(value, bool):
+        return None
     return getattr(value, "schedule", "number")
 
 

@@ -95,6 +95,7 @@ def test_an_unquoted_off_of_yaml_is_off(tmp_path: Path) -> None:
             {"objective": regularizers({"name": "logic", "weight": -0.1})},
             r"'objective.regularizers.logic.weight.*' is -0.1, but .* 0",
         ),
+        ({"objective": regularizers({"name": "logic", "weight": True})}, r"logic.weight' is True, but use a number"),
         ({"objective": regularizers({"name": "logic"}, {"name": "logic"})}, r"'logic'.*twice"),
         ({"objective": {"base_loss": "crossentropy"}}, r"'crossentropy' is unknown"),
         ({"objective": {"base_loss": {"name": "ppo"}}}, r"'base' needs sampling_logprobs.*use another base loss"),
