@@ -62,6 +62,7 @@ def running_s3(folder: Path) -> Iterator[S3Server]:
         yield server
     finally:
         server.kill()
+        _remove_sockets(server.ports)
 
 
 def _start_responsive(folder: Path) -> S3Server:
@@ -72,7 +73,15 @@ def _start_responsive(folder: Path) -> S3Server:
         if _responds(server.process, server.endpoint_url):
             return server
         server.kill()
+        _remove_sockets(ports)
     raise AssertionError(f"the S3 server did not start: {(folder / 's3.log').read_text(errors='replace')[-2000:]}")
+
+
+def _remove_sockets(ports: dict[str, int]) -> None:
+    """Remove the Unix sockets of a killed server, whose folder is fixed."""
+    for port in ports.values():
+        for path in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
+            path.unlink(missing_ok=True)
 
 
 def server_ports(count: int) -> list[int]:
