@@ -31,7 +31,7 @@ def centre_by_group(rewards_D: Tensor, group_D: Tensor, *, scale: bool = False) 
     tensor([ 0.5000, -0.5000,  0.0000])
     """
     members = _group(rewards_D, group_D)
-    centred_D = rewards_D - (members.sums / members.counts)[members.index_D]
+    centred_D = members.relative_D - (members.sums / members.counts)[members.index_D]
     if not scale:
         return centred_D
     squares = torch.zeros_like(members.sums).index_add(0, members.index_D, centred_D**2)
@@ -55,8 +55,8 @@ def leave_one_out(rewards_D: Tensor, group_D: Tensor) -> Tensor:
     """
     members = _group(rewards_D, group_D)
     others_D = (members.counts - 1)[members.index_D]
-    baseline_D = (members.sums[members.index_D] - rewards_D) / others_D.clamp(min=1)
-    return torch.where(others_D > 0, rewards_D - baseline_D, 0.0)
+    baseline_D = (members.sums[members.index_D] - members.relative_D) / others_D.clamp(min=1)
+    return torch.where(others_D > 0, members.relative_D - baseline_D, 0.0)
 
 
 def discounted_returns(rewards_DT: Tensor, mask_DT: Tensor, offsets_D: Tensor, *, discount: float = 1.0) -> Tensor:
@@ -114,17 +114,28 @@ def compute_gae(
 
 
 class _Groups(NamedTuple):
-    """Index of each completion's group, counted from 0, and the size and reward sum of each group."""
+    """Groups of completions.
+
+    Attributes:
+        index_D: index of each completion's group, counted from 0.
+        counts: size of each group.
+        relative_D: each reward minus the least one of its group. Equal rewards are exactly 0, and so are their
+            advantages: an optimizer such as Adam would make full steps of the rounding of a mean.
+        sums: sum of `relative_D` over each group.
+    """
 
     index_D: Tensor
     counts: Tensor
+    relative_D: Tensor
     sums: Tensor
 
 
 def _group(rewards_D: Tensor, group_D: Tensor) -> _Groups:
     _, index_D, counts = group_D.unique(return_inverse=True, return_counts=True)
-    sums = rewards_D.new_zeros(len(counts)).index_add(0, index_D, rewards_D)
-    return _Groups(index_D, counts, sums)
+    least = rewards_D.new_zeros(len(counts)).scatter_reduce(0, index_D, rewards_D, "amin", include_self=False)
+    relative_D = rewards_D - least[index_D]
+    sums = rewards_D.new_zeros(len(counts)).index_add(0, index_D, relative_D)
+    return _Groups(index_D, counts, relative_D, sums)
 
 
 def _accumulate(values_DT: Tensor, mask_DT: Tensor, offsets_D: Tensor, factor: float) -> Tensor:

@@ -36,7 +36,7 @@ from tasks.rl.rollout_source import (
     RolloutSettings,
     RolloutSource,
     first_prompt,
-    name_held_out,
+    number_groups,
 )
 from tasks.rl.rollouts.group_rollout import Group
 from tasks.rl.trajectories import GROUP_INDEX, add_later_tokens, compute_entropy, pack_groups
@@ -340,14 +340,10 @@ class TeacherKL(HeldOutGroups):
         self._tokenizer, self._settings = tokenizer, settings
 
     async def __call__(self, sampling_client: tinker.SamplingClient) -> dict[str, float]:
-        groups = name_held_out([builder for _, builder in self._groups])
-        strategy = self.watched(self._settings.strategy)
+        groups = number_groups([builder for _, builder in self._groups])
+        strategy, policy = self.strategy(self._settings.strategy), self._settings.policy(sampling_client)
         outcomes = await asyncio.gather(
-            *(
-                do_group_rollout(group, self._settings.policy(sampling_client, index), strategy)
-                for index, group in enumerate(groups)
-            ),
-            return_exceptions=True,
+            *(do_group_rollout(group, policy, strategy) for group in groups), return_exceptions=True
         )
         rolled_out: list[TrajectoryGroup] = []
         evaluated: list[tuple[Teacher, EnvGroupBuilder]] = []

@@ -16,7 +16,7 @@ from tasks.rl.critic import Critic, TurnStart
 # Trajectory and final reward of a member of a group.
 _Member = tuple[Trajectory, float]
 # Advantages up to this size, relative to the rewards, count as 0, because a return is a float32 sum.
-_ROUNDING = 1e-6
+ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def has_no_advantages(group: TrajectoryGroup, settings: AdvantageSettings) -> bo
     totals = group.get_total_rewards()
     if settings.estimator in ("discounted", "gae"):  # returns differ between tokens, even if all members get the same
         advantages_T = compute_token_advantages([group], settings).advantages_T
-        return bool((advantages_T.abs() <= _ROUNDING * max(1.0, *map(abs, totals))).all())
+        return bool((advantages_T.abs() <= ROUNDING * max(1.0, *map(abs, totals))).all())
     if settings.estimator == "per_turn":
         return len({_turn_rewards(*member) for member in zip(group.trajectories_G, totals, strict=True)}) == 1
     return len(set(totals)) == 1

@@ -21,7 +21,13 @@ from torch import Tensor
 from objectives.gradients.diagnostics import compare_gradients, scalar_products
 from objectives.term_weights.schedule import Constant, WeightSchedule
 from objectives.term_weights.targets import Targets, TargetSpec
-from tasks.rl.advantages import AdvantageSettings, TokenAdvantages, compute_token_advantages, has_no_advantages
+from tasks.rl.advantages import (
+    ROUNDING,
+    AdvantageSettings,
+    TokenAdvantages,
+    compute_token_advantages,
+    has_no_advantages,
+)
 from tasks.rl.rollouts.group_rollout import Group
 from tasks.training.tracking.metric_names import safe_name
 
@@ -87,6 +93,8 @@ def combine_advantages(
     ends = lengths.cumsum(0)[lengths > 0]
     sums_D = sums_T[ends - 1]  # all tokens of a trajectory have the same advantage
     spread = sums_D.std(correction=1) if len(sums_D) > 1 else torch.zeros(())
+    if spread <= ROUNDING:
+        return replace(totals, advantages_T=torch.zeros_like(sums_T))
     return replace(totals, advantages_T=(sums_T - sums_D.mean()) / (spread + _LEAST_SPREAD))
 
 

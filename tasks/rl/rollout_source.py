@@ -17,7 +17,6 @@ import tinker
 import torch
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
-from tinker_cookbook.rl.rollout_strategy import RolloutStrategy
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from torch import Tensor
@@ -46,11 +45,11 @@ from tasks.rl.rollouts.custom_completer import CompleterSpec
 from tasks.rl.rollouts.group_progress import GroupProgress, TokenCounter
 from tasks.rl.rollouts.group_rollout import (
     Group,
+    HeldOutStrategy,
     RetryWholeGroup,
     RewardedGroup,
     RolloutThreads,
     RunningGroup,
-    WatchedStrategy,
 )
 from tasks.rl.rollouts.hang_watch import HangWatch
 from tasks.rl.rollouts.sampling_distribution import MAX_MEAN_ERROR, SamplingDistribution, check_service
@@ -352,7 +351,8 @@ class RolloutSource(BatchSource):
             return self.gather(step, groups)
 
         def gather_alone(index: int) -> Batch:
-            return self._penalize(step, [self._score(step, gather_groups(index))])[0]
+            scored = self._score(step, gather_groups(index))
+            return self._penalize(step, [minibatches_groups[index]], [scored])[0]
 
         if self.reference is None:
             return [self._submit(gather_groups, index) for index in range(len(waits))]
@@ -361,7 +361,9 @@ class RolloutSource(BatchSource):
         scored = [
             self._submit(lambda index: self._score(step, gather_groups(index)), index) for index in range(len(waits))
         ]
-        penalized = self._submit(lambda: self._penalize(step, [part.result() for part in scored]))
+        penalized = self._submit(
+            lambda: self._penalize(step, minibatches_groups, [minibatch.result() for minibatch in scored])
+        )
         return [self._submit(lambda index: penalized.result()[index], index) for index in range(len(waits))]
 
     def _submit(self, function: Callable[..., T], *arguments: object) -> Future[T]:
@@ -389,15 +391,25 @@ class RolloutSource(BatchSource):
         assert self.reference is not None
         return batch, call(load_reference, self.reference, opaque_argument(batch), step)
 
-    def _penalize(self, step: int, scored: Sequence[tuple[Batch, Tensor]]) -> list[Batch]:
-        """Add the KL penalty to minibatches with the reference's logprobs, relative to their common mean."""
+    def _penalize(
+        self, step: int, minibatches: Sequence[Sequence[Group]], scored: Sequence[tuple[Batch, Tensor]]
+    ) -> list[Batch]:
+        """Add the KL penalty to minibatches with the reference's logprobs, relative to their common mean.
+
+        A minibatch whose rollouts are all masked has a rollout only because a batch needs one: it gets no penalty.
+        """
         shape = self.settings.shape
         mean = compute_mean_kl([batch for batch, _ in scored], [reference_DT for _, reference_DT in scored])
         self._distances.setdefault(step, []).append(mean)
         return [
-            apply_kl_penalty(batch, reference_DT, shape.kl_coefficient, shape.kl_discount_factor, mean)[0]
-            for batch, reference_DT in scored
+            batch
+            if self._masks_all(groups)
+            else apply_kl_penalty(batch, reference_DT, shape.kl_coefficient, shape.kl_discount_factor, mean)[0]
+            for groups, (batch, reference_DT) in zip(minibatches, scored, strict=True)
         ]
+
+    def _masks_all(self, groups: Sequence[Group]) -> bool:
+        return self.settings.mask_truncated and all(is_truncated(trajectory) for trajectory, _ in rollouts_of(groups))
 
     def metrics(self, step: int, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:
         self.fit_critic(step)
@@ -601,14 +613,14 @@ class HeldOutGroups(SamplingClientEvaluator):
     step: int = 0
     evaluated: Sequence[EvaluatedBatch] = ()
 
-    def watched(self, strategy: RetryWholeGroup) -> RolloutStrategy:
-        """Return a strategy whose groups are watched, if there is a watch."""
-        return WatchedStrategy(strategy, self.hangs, self.step) if self.hangs else strategy
+    def strategy(self, of_a_group: RetryWholeGroup) -> HeldOutStrategy:
+        """Return the strategy of the numbered groups of the next evaluation."""
+        return HeldOutStrategy(of_a_group, self.hangs, self.step)
 
 
-def name_held_out(builders: Sequence[EnvGroupBuilder]) -> list[RewardedGroup]:
-    """Give held-out groups the names by which warnings refer to them."""
-    return [RewardedGroup(builder, f"held-out-{index}") for index, builder in enumerate(builders)]
+def number_groups(builders: Sequence[EnvGroupBuilder]) -> list[RewardedGroup]:
+    """Number held-out groups, for their seeds and for warnings."""
+    return [RewardedGroup(builder, number) for number, builder in enumerate(builders)]
 
 
 class HeldOutEnvironments(HeldOutGroups):
@@ -622,7 +634,7 @@ class HeldOutEnvironments(HeldOutGroups):
 
     def __init__(self, dataset: RLDataset, settings: RolloutSettings, tokenizer: Tokenizer) -> None:
         self._evaluator = RLTestSetEvaluator(dataset, settings.max_tokens)
-        self._groups = name_held_out(self._evaluator.env_group_builders_P)
+        self._groups = number_groups(self._evaluator.env_group_builders_P)
         self._evaluator.env_group_builders_P[:] = self._groups
         self._settings, self._tokenizer = settings, tokenizer
         self._batch_size = len(dataset.get_batch(0)) if self._groups else 0
@@ -633,10 +645,9 @@ class HeldOutEnvironments(HeldOutGroups):
             raise ConfigError(
                 "The held-out problems of the environments have no full batch: add problems, or set eval_every to 0."
             )
-        self._evaluator.strategy = self.watched(self._settings.strategy)
-        # All groups share this completer, so their seeds must also depend on the prompt.
+        self._evaluator.strategy = self.strategy(self._settings.strategy)
         policy = self._settings.policy(sampling_client, merges=not self._has_several_turns)
-        metrics = await self._evaluator.eval_token_completer(replace(policy, by_prompt=True))
+        metrics = await self._evaluator.eval_token_completer(policy)
         groups = [group for builder in self._groups if (group := builder.take_group())]
         self._has_several_turns = has_several_turns(groups)
         batches = [groups[start : start + self._batch_size] for start in range(0, len(groups), self._batch_size)]

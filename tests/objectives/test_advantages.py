@@ -46,6 +46,13 @@ def test_groups(answers, scale):
     assert leave_one_out(rewards, labels).tolist() == pytest.approx(plain_leave_one_out(answers), abs=1e-9)
 
 
+@given(st.floats(-5, 5, width=32), st.integers(2, 16), st.booleans())
+def test_equal_rewards_have_no_advantages_not_even_rounding(reward, size, scale):
+    rewards, labels = torch.full((size,), reward), torch.zeros(size, dtype=torch.int64)
+    assert not centre_by_group(rewards, labels, scale=scale).any()
+    assert not leave_one_out(rewards, labels).any()
+
+
 @given(groups)
 def test_properties_of_every_group(answers):
     rewards, labels = columns(answers)

@@ -14,7 +14,6 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
@@ -39,9 +38,8 @@ class SnapshotCompleter(TokenCompleter):
         sampler: client of the snapshot.
         max_tokens: maximum tokens per turn.
         distribution: temperature, top-k and top-p of the samples.
-        key: run's seed, step and group; with the attempt, member and turn, it determines the seed of a request.
-        by_prompt: True if the seed also depends on the prompt: in evaluation, all groups share one completer and
-            therefore one key.
+        key: run's seed, step and group, or run's seed and held-out group; with the attempt, member and turn, it
+            determines the seed of a request.
         custom: completer of the user, which samples in place of this one; None if there is none.
         merges: True to merge equal requests of members; False for rollouts of several turns.
         progress: tokens sampled by all members in all attempts.
@@ -51,7 +49,6 @@ class SnapshotCompleter(TokenCompleter):
     max_tokens: int
     distribution: SamplingDistribution
     key: tuple[int, ...]
-    by_prompt: bool = False
     custom: CompleterSpec | None = None
     merges: bool = True
     progress: GroupProgress = field(default_factory=GroupProgress, compare=False)
@@ -64,22 +61,17 @@ class SnapshotCompleter(TokenCompleter):
                 "max_tokens": self.max_tokens,
                 "temperature": self.distribution.temperature,
             }
+            first = self.seed(attempt, turn=0)
             return [
-                CheckedCompleter(self.custom, partial(self._seed_of_member, attempt, index), self.progress, **offered)
+                CheckedCompleter(self.custom, self.progress, seed=first + index, **offered)
                 for index in range(num_members)
             ]
         requests = _Requests(self, attempt)
         return [_Member(requests, index) for index in range(num_members)]
 
-    def _seed_of_member(self, attempt: int, member: int, prompt: tinker.ModelInput) -> int:
-        # A custom completer is created with one seed, at its first turn, number 0. `seed` reads only the number and the
-        # prompt of a turn, so the other values are placeholders.
-        return self.seed(attempt, _Turn(0, self.max_tokens, [], prompt)) + member
-
-    def seed(self, attempt: int, turn: _Turn) -> int:
+    def seed(self, attempt: int, turn: int) -> int:
         """Seed of the first member's request."""
-        prompt = turn.prompt.model_dump_json() if self.by_prompt else ""
-        text = f"{(*self.key, attempt, turn.number)!r}{prompt}"
+        text = repr((*self.key, attempt, turn))
         # 30 of 32 bits, so that adding the member's index does not overflow.
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 2
 
@@ -150,7 +142,7 @@ class _Requests:
 
     async def _sample(self, batch: Sequence[_Waiter]) -> None:
         first_member, turn, _ = batch[0]
-        distribution, seed = self.completer.distribution, self.completer.seed(self._attempt, turn) + first_member
+        distribution, seed = self.completer.distribution, self.completer.seed(self._attempt, turn.number) + first_member
         params = distribution.params(max_tokens=turn.max_tokens, seed=seed, stop=turn.stop)
         progress, request = self.completer.progress, (len(batch), turn.prompt.length, turn.max_tokens)
         progress.start_request(*request)

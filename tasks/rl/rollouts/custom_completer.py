@@ -75,25 +75,21 @@ class CompleterSpec:
 class CheckedCompleter(TokenCompleter):
     """Completer of one member of a group in one attempt; it checks the completions."""
 
-    def __init__(
-        self, spec: CompleterSpec, seed_of: Callable[[tinker.ModelInput], int], progress: GroupProgress, **offered: Any
-    ) -> None:
-        """Prepare the user's completer, which is created at the first turn, because its prompt may decide the seed.
+    def __init__(self, spec: CompleterSpec, progress: GroupProgress, **offered: Any) -> None:
+        """Prepare the user's completer, which is created at the first turn, so that its errors fail only this member.
 
         Args:
-            seed_of: returns the seed from the prompt of the first turn.
             progress: counts prompt tokens, sampled tokens and completions.
-            offered: arguments that the completer may take, other than the seed.
+            offered: arguments that the completer may take.
         """
-        self._spec, self._seed_of, self._progress, self._offered = spec, seed_of, progress, offered
+        self._spec, self._progress, self._offered = spec, progress, offered
         self._completer: TokenCompleter | None = None
 
     async def __call__(
         self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
     ) -> TokensWithLogprobs:
         if self._completer is None:
-            arguments = self._offered | {"seed": self._seed_of(model_input)}
-            self._completer = self._spec.make(**{name: arguments[name] for name in self._spec.arguments})
+            self._completer = self._spec.make(**{name: self._offered[name] for name in self._spec.arguments})
         # As in tinker-cookbook, a completer needs no `max_tokens` unless the environment limits the rollout's tokens.
         limit = {} if max_tokens is None else {"max_tokens": max_tokens}
         try:

@@ -73,12 +73,12 @@ class RewardedGroup(EnvGroupBuilder):
 
     Attributes:
         builder: builder of the group.
-        name: name in warnings of a `WatchedStrategy`.
+        number: index among the held-out groups; 0 for a group of a step.
         text_labels_G: text labels of each trajectory's environment, once the rewards are computed.
     """
 
     builder: EnvGroupBuilder
-    name: str = ""
+    number: int = 0
     text_labels_G: tuple[Mapping[str, str], ...] = field(default=(), init=False)
     _trajectories: Sequence[Trajectory] = field(default=(), init=False)
     _rewards: list[tuple[float, Metrics]] = field(default_factory=list, init=False)
@@ -279,24 +279,25 @@ class RetryWholeGroup(RolloutStrategy):
 
 
 @dataclass(frozen=True)
-class WatchedStrategy(RolloutStrategy):
-    """Strategy of held-out groups that a `HangWatch` watches.
+class HeldOutStrategy(RolloutStrategy):
+    """Strategy of held-out groups, which share a completer: it gives each group seeds of its own.
 
     Attributes:
         strategy: strategy of each group.
-        hangs: watch of the groups.
+        hangs: watch of the groups; None for no watch.
         step: step before which the groups are evaluated.
     """
 
     strategy: RetryWholeGroup
-    hangs: HangWatch
+    hangs: HangWatch | None
     step: int
 
     async def execute(self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter) -> RolloutResult:
         assert isinstance(policy, SnapshotCompleter)
         assert isinstance(env_group_builder, RewardedGroup)
-        own = replace(policy, progress=GroupProgress())  # the groups may share the completer
-        with self.hangs.watching(env_group_builder.name, self.step, own.progress):
+        number = env_group_builder.number
+        own = replace(policy, key=(*policy.key, number), progress=GroupProgress())
+        with self.hangs.watching(f"held-out-{number}", self.step, own.progress) if self.hangs else nullcontext():
             return await self.strategy.execute(env_group_builder, own)
 
 

@@ -64,6 +64,25 @@ def test_penalties_of_a_step_with_several_parts_equal_the_cookbooks(num_minibatc
     torch.testing.assert_close(torch.cat(advantages), torch.cat(expected))
 
 
+def test_a_step_whose_rollouts_are_all_masked_gets_no_penalty() -> None:
+    groups = random_groups()
+    for trajectory in (trajectory for group in groups for trajectory in group.trajectories_G):
+        trajectory.transitions[-1].ac.stop_reason = "length"
+    settings = RolloutSettings(
+        0, 8, 1.0, RetryWholeGroup(0), AdvantageSettings(kl_coefficient=0.3), mask_truncated=True
+    )
+    with closing(
+        RolloutSource(cast(Any, ThreeGroups()), None, cast(Any, Decoder()), settings, MinibatchSettings(3))
+    ) as source:
+        source.reference = cast(Any, RandomReference())
+        with inline_tasks():
+            (pending,) = source.start_gathering(0, [lambda: [Group((), group, ()) for group in groups]])
+            batch = pending.result()
+    assert batch.num_datums > 0
+    assert batch.advantages_DT is not None
+    assert not batch.advantages_DT.any()
+
+
 class ThreeGroups:
     """Dataset of one batch of three groups."""
 

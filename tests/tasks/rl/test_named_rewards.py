@@ -109,6 +109,29 @@ def test_decoupled_is_gdpo() -> None:
     )
 
 
+def rewarded(*rewards: Mapping[str, float]) -> TrajectoryGroup:
+    """Group whose members get named rewards at their end, of which `total` is the environment's own."""
+    members = [
+        Trajectory([Transition(PROMPT, TokensWithLogprobs([7], [-1.0]), 0.0, True, {})], PROMPT) for _ in rewards
+    ]
+    return TrajectoryGroup(members, [named.get("total", 0.0) for named in rewards], [dict(named) for named in rewards])
+
+
+@pytest.mark.parametrize("estimator", ["group_mean", "leave_one_out", "per_turn", "discounted", "gae"])
+def test_equal_rewards_have_no_advantages_not_even_rounding(estimator: str) -> None:
+    constant = [rewarded(*[{"total": reward}] * 8) for reward in (0.1, -0.1, 0.3, 0.7)]
+    assert not compute_token_advantages(constant, AdvantageSettings(estimator=estimator)).advantages_T.any()
+
+
+def test_decoupled_rewards_that_cancel_have_no_advantages() -> None:
+    """Without rounding, the normalized sum of each group is 0."""
+    mix = RewardWeights({"a": 1.0, "b": 1.0}, "decoupled")
+    constant = [rewarded(*[{"a": reward, "b": 0.3}] * 8) for reward in (0.1, 0.5, 0.9)]
+    opposed = [rewarded(*[{"a": a, "b": -a} for a in (0.1, 0.2, 0.4, 0.9)])]
+    for groups in (constant, opposed):
+        assert not combine_advantages(groups, AdvantageSettings(), mix).advantages_T.any()
+
+
 def test_the_total_alone_changes_nothing() -> None:
     mix = RewardWeights({"total": 1.0}, "sum")
     for estimator in ("group_mean", "leave_one_out", "per_turn", "discounted", "gae"):

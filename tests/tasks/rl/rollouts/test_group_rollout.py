@@ -126,29 +126,19 @@ def test_seeds_depend_on_group_member_and_turn(sampler: tinker.SamplingClient) -
     assert len(set(turns)) == len(turns)
 
 
-def test_seeds_can_depend_on_the_prompt() -> None:
-    seeds: list[int] = []
+def test_held_out_groups_with_the_same_prompt_are_independent_samples(sampler: tinker.SamplingClient) -> None:
+    """Each evaluation draws the same samples."""
 
-    class Sampler:
-        async def sample(
-            self, prompt: types.ModelInput, num_samples: int, params: types.SamplingParams, **_: Any
-        ) -> Any:
-            assert params.seed is not None
-            seeds.append(params.seed)
-            sequence = SimpleNamespace(tokens=[1], logprobs=[0.0], stop_reason="stop")
-            return SimpleNamespace(sequences=[sequence], prompt_cache_hit_tokens=0)
+    def evaluate() -> list[str]:
+        dataset = Groups([Guesses([["ends"] * 3]) for _ in range(4)], 4)
+        settings = RolloutSettings(0, 4, SamplingDistribution(), RetryWholeGroup(), SHAPE)
+        evaluator = HeldOutEnvironments(dataset, settings, cast(Any, SimpleNamespace(decode=str)))
+        run_coroutine(evaluator(sampler))
+        return [text for evaluated in evaluator.evaluated for text in evaluated.batch.texts_D]
 
-    async def sample(by_prompt: bool) -> None:
-        for prompt in (PROMPT, PROMPT, types.ModelInput.from_ints([5])):
-            sampler: Any = Sampler()
-            (member,) = SnapshotCompleter(sampler, 4, SamplingDistribution(), (0,), by_prompt).members(0, 1)
-            await member(prompt, [])
-
-    run_coroutine(sample(by_prompt=True))
-    assert seeds[0] == seeds[1] != seeds[2]
-    seeds.clear()
-    run_coroutine(sample(by_prompt=False))
-    assert len(set(seeds)) == 1
+    texts = evaluate()
+    assert len(texts) == len(set(texts)) == 4 * 3
+    assert evaluate() == texts
 
 
 def test_equal_prompts_of_consecutive_members_are_merged_into_one_request(sampler: tinker.SamplingClient) -> None:

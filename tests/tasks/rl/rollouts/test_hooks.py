@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -137,13 +137,12 @@ class Scores:
         return [None, *(-token / 50 for token in tokens.to_ints()[1:])]
 
 
-def completions(attempt: int = 0, *, by_prompt: bool = False, prompt: types.ModelInput = PROMPT) -> Sequence[Any]:
+def completions(attempt: int = 0, key: tuple[int, ...] = (0, 1, 2)) -> Sequence[Any]:
     custom = CompleterSpec.load("rollout_parts:OneOf", {"tokens": [10, 20, 30, 40]})
-    policy = SnapshotCompleter(cast(Any, Scores()), 8, SamplingDistribution(), (0, 1, 2), custom=custom)
-    members = replace(policy, by_prompt=by_prompt).members(attempt, 40)
+    members = SnapshotCompleter(cast(Any, Scores()), 8, SamplingDistribution(), key, custom=custom).members(attempt, 40)
 
     async def run() -> list[TokensWithLogprobs]:
-        return list(await asyncio.gather(*(member(prompt, []) for member in members)))
+        return list(await asyncio.gather(*(member(PROMPT, []) for member in members)))
 
     return [(completion.tokens, completion.logprobs) for completion in asyncio.run(run())]
 
@@ -156,12 +155,10 @@ def test_constrained_decoding_returns_the_logprobs_of_its_distribution() -> None
     assert {token for (token,), _ in drawn} == set(weights)
 
 
-def test_seeds_depend_on_member_attempt_and_prompt() -> None:
-    other = types.ModelInput.from_ints([5, 6, 8])
+def test_seeds_depend_on_member_attempt_and_group() -> None:
     assert completions() == completions()
     assert completions() != completions(attempt=1)
-    assert completions(prompt=other) == completions()
-    assert completions(by_prompt=True, prompt=other) != completions(by_prompt=True)
+    assert completions() != completions(key=(0, 1, 3))
 
 
 @pytest.mark.parametrize(
