@@ -172,11 +172,11 @@ def _sizes_of(config: SamplingMethod) -> RunSizes:
         evaluators = EvaluatorSizes.of(entries, tokenizer)
         built = [build_environments(entry.builder, entry.params, tokenizer, resources) for entry in environments]
         if isinstance(config, RlConfig):
-            ((train, _),) = built
+            ((train, _),), schedule = built, config.schedule
             batches = GroupBatches(
                 train,
-                config.schedule.groups_per_batch,
-                can_refill=config.rollout.refill_rounds > 0,
+                schedule.groups_per_batch,
+                is_fixed=config.rollout.refill_rounds > 0 or schedule.num_minibatches * schedule.num_substeps > 1,
                 oversampling_factor=config.rollout.oversampling_factor,
             )
             num_steps, first = batches.num_steps, {models[0]: list(batches.at(0))}

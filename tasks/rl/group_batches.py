@@ -26,13 +26,13 @@ class GroupBatches:
         dataset: RLDataset,
         groups_per_batch: int | None,
         *,
-        can_refill: bool = False,
+        is_fixed: bool = False,
         oversampling_factor: float = 1.0,
     ) -> None:
         """Split the groups into steps of `groups_per_batch` consecutive groups; None keeps the dataset's own batches.
 
         Args:
-            can_refill: allow `refill`; every step then has the same number of groups.
+            is_fixed: give all steps the same number of groups, across the ends of epochs, as `refill` requires.
             oversampling_factor: groups that a step starts per group that it trains on; above 1, every step has the same
                 number of groups.
 
@@ -42,7 +42,7 @@ class GroupBatches:
         self._dataset = dataset
         self._size = len(dataset.get_batch(0))
         self._num_groups = self._size * (len(dataset) - 1) + len(dataset.get_batch(len(dataset) - 1))
-        self._groups_per_batch = groups_per_batch or (self._size if can_refill else None)
+        self._groups_per_batch = groups_per_batch or (self._size if is_fixed else None)
         self.num_trained = groups_per_batch or self._size
         if self._num_groups < (groups_per_batch or 1):
             raise ConfigError(
@@ -116,7 +116,8 @@ def split(num_groups: int, num_parts: int) -> list[range]:
     """
     if num_parts > num_groups:
         raise ConfigError(
-            f"A step has {num_groups} groups, but num_minibatches times num_substeps is {num_parts}: lower one of them."
+            f"A step has {num_groups} groups, but num_minibatches times num_substeps is {num_parts}: lower one of "
+            "them, or raise groups_per_batch."
         )
     bounds = [num_groups * part // num_parts for part in range(num_parts + 1)]
     return [range(start, stop) for start, stop in pairwise(bounds)]

@@ -176,7 +176,7 @@ class RolloutSource(BatchSource):
         self.problems = GroupBatches(
             train,
             minibatches.groups_per_batch,
-            can_refill=settings.refill_rounds > 0,
+            is_fixed=settings.refill_rounds > 0 or minibatches.num_parts > 1,
             oversampling_factor=settings.oversampling_factor,
         )
         self.test = test

@@ -20,7 +20,7 @@ from objectives.batch import Batch
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.async_rollout_source import AsyncRolloutSource
 from tasks.rl.group_batches import GroupBatches, split
-from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings
+from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource
 from tasks.rl.rollouts.group_rollout import RetryWholeGroup
 from tasks.rl.rollouts.sampling_distribution import SamplingDistribution
 from tasks.training.batch_source import TrainedBatch
@@ -154,6 +154,21 @@ def test_minibatches_and_updates_share_the_groups_of_a_step(snapshots: Any) -> N
     assert [batch.num_datums // 2 for batch in batches] == [1, 1, 1, 2]
     assert source.num_minibatches == 2
     assert len(set(numbers_of(batches))) == 5
+
+
+@pytest.mark.parametrize("minibatches", [MinibatchSettings(num_substeps=2), MinibatchSettings(num_minibatches=2)])
+def test_split_steps_take_a_short_last_batch_with_the_first_groups_of_the_next_epoch(
+    minibatches: MinibatchSettings,
+) -> None:
+    """A step with one group could not be split."""
+
+    class ShortLastBatch(NumberedGroups):
+        def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+            return super().get_batch(index)[: 3 - 2 * index]
+
+    with closing(RolloutSource(ShortLastBatch(2, {}), None, cast(Any, Tokens()), SETTINGS, minibatches)) as source:
+        assert source.problems.num_steps == 1
+        assert [cast(NumberedGroup, group).env.number for group in source.problems.at(1)] == [2, 0]
 
 
 def test_group_batches_are_consecutive_over_batches_and_epochs() -> None:
