@@ -38,6 +38,7 @@ class Batch:
         values_DT: float32 ``(N,)``: a critic's estimate of the return from each sampled token on, in units of reward;
             ``None`` without a critic.
         returns_DT: float32 ``(N,)``: training targets of the critic; ``None`` without a critic.
+        trains_base: ``False`` if only the terms train on the batch, and not the base loss.
 
     Raises:
         ObjectiveError: the batch has no datum, no token or no trained token, or a field with one value per token has
@@ -57,6 +58,7 @@ class Batch:
     returns_DT: Tensor | None = None
     text_labels_D: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     untempered_logprobs_DT: Tensor | None = None
+    trains_base: bool = True
 
     def __post_init__(self) -> None:
         if self.num_datums == 0 or self.num_tokens == 0:

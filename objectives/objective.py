@@ -327,7 +327,8 @@ class Objective:
         Args:
             share: share of the batch in its update: one over the number of minibatches.
         """
-        return compute_scale(self.base, batch, share) if self.scaled else plain_scale(self.base, share)
+        scale = compute_scale(self.base, batch, share) if self.scaled else plain_scale(self.base, share)
+        return scale if batch.trains_base else replace(scale, base=0.0)
 
     def factors(self, batch: Batch, step: int, num_steps: int, share: float = 1.0) -> Callable[[Regularizer], float]:
         """Return the function from a term, or the base loss, to its factor in the trained sum of a batch."""

@@ -167,18 +167,20 @@ class StepObjective:
     def service_loss(self, prepared: PreparedBatch) -> ServiceLoss | None:
         """Return the loss with which the service trains on a minibatch in one pass.
 
-        None if the minibatch takes two passes, or if cross-entropy is the whole objective and needs no such loss.
+        None if the minibatch takes two passes, or if cross-entropy is the whole objective and needs no such loss. The
+        service cannot leave out cross-entropy, so a minibatch on which only terms train takes two passes.
 
         Raises:
             ObjectiveError: the backend is `server`, and the objective cannot be one pass.
             ServiceError: the service failed before it answered whether it accepts the loss.
         """
-        step = prepared.at.step
-        is_plain = self._objective.base is None and not self._objective.due(step)
-        if is_plain or prepared.is_candidates or self._needs_forward_pass:
+        step, batch = prepared.at.step, prepared.batch.result()
+        if prepared.is_candidates or self._needs_forward_pass:
+            return None
+        if self._objective.base is None and not (batch.trains_base and self._objective.due(step)):
             return None
         try:
-            loss = self._one_pass.loss_at(step, prepared.outputs(), prepared.batch.result())
+            loss = self._one_pass.loss_at(step, prepared.outputs(), batch)
         except tinker.TinkerError:  # `service_errors` also converts a ValueError, which the objective may raise
             with service_errors("take the objective as a loss"):
                 raise

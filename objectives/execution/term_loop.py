@@ -147,7 +147,7 @@ def linearize_terms(
 ) -> Linearized:
     """Evaluate the base loss and add up all weighted gradients as the loss weights of the service.
 
-    Candidates, whose scale has no base, have no base loss.
+    A scale without a base, as of candidates, has no base loss.
     """
     if scale.base:
         base = evaluate_base(objective.base, outputs, batch, step == 0)

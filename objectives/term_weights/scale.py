@@ -31,7 +31,8 @@ class Scale:
     """Factors of the terms of one batch.
 
     Attributes:
-        base: factor of the base loss: 1, the share of the minibatch if the base loss is a mean, or 0 for candidates.
+        base: factor of the base loss: 1, the share of the minibatch if the base loss is a mean, or 0 for candidates and
+            for batches on which only terms train.
         size: S, or the share of the minibatch if the base loss is a mean, or 0 for candidates. The metrics of the total
             loss are divided by the size.
         token: scale of terms with the unit ``"token"``.

@@ -47,9 +47,6 @@ from tasks.training.teacher import Teacher, TeacherRequest, compute_top_k, repla
 
 logger = logging.getLogger(__name__)
 
-# Factor of the soft targets of a step that teaches nothing. Not 0, because a batch needs a token of non-zero weight.
-_NO_SIGNAL = 1e-20
-
 
 @dataclass(frozen=True, slots=True)
 class TeacherTargets:
@@ -279,10 +276,9 @@ class OnPolicySource(RolloutSource):
         # A service may return no logprobs of the sampled tokens; the step then has no teacher_kl.
         if len(teacher_D) == len(tops_D):
             self._gaps[step] = _logprob_gap(batch, teacher_D)
-        skipped = self._targets.skip_first_n_tokens
-        soft = with_top_k(batch, tops_D, skipped, scale=1.0 if self.teaches(step) else _NO_SIGNAL)
+        soft = with_top_k(batch, tops_D, self._targets.skip_first_n_tokens)
         self._soft[step] = (batch, soft)
-        return soft.batch
+        return replace(soft.batch, trains_base=self.teaches(step))
 
     def teaches(self, step: int) -> bool:
         return step not in self._untaught

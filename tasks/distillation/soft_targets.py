@@ -152,7 +152,7 @@ class OnPolicyTopK(NamedTuple):
         return _forward_kl(self.probs_DTK[mask_DT], logprobs_DTK[mask_DT]).mean().item()
 
 
-def with_top_k(batch: Batch, tops_D: Sequence[TopK], skip_first_n_tokens: int, *, scale: float = 1.0) -> OnPolicyTopK:
+def with_top_k(batch: Batch, tops_D: Sequence[TopK], skip_first_n_tokens: int) -> OnPolicyTopK:
     """Replace the sampled targets of a batch by a teacher's soft targets, as tinker-cookbook's SDFT does.
 
     The weights of each trained position are the teacher's probabilities of its K most likely tokens, normalized to 1.
@@ -161,7 +161,6 @@ def with_top_k(batch: Batch, tops_D: Sequence[TopK], skip_first_n_tokens: int, *
         batch: student's samples, one target per position.
         tops_D: teacher's most likely tokens at the sampled positions of each datum.
         skip_first_n_tokens: number of sampled tokens at the start of each datum that get no targets.
-        scale: factor of the weights, above 0.
 
     Raises:
         ConfigError: no datum has more sampled tokens than are skipped.
@@ -177,7 +176,7 @@ def with_top_k(batch: Batch, tops_D: Sequence[TopK], skip_first_n_tokens: int, *
             f"No sample of a step has more than skip_first_n_tokens={skip_first_n_tokens} tokens: reduce "
             "skip_first_n_tokens."
         )
-    weights_DTK = scale * probs_DTK / probs_DTK.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    weights_DTK = probs_DTK / probs_DTK.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     pairs_D = zip(unpack(targets_DTK, batch.offsets_D), unpack(weights_DTK, batch.offsets_D), strict=True)
     datums = [
         tinker.Datum(model_input=datum.model_input, loss_fn_inputs=_inputs(targets, weights))

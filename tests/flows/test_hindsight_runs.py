@@ -83,6 +83,21 @@ def test_a_run_without_successes_warns(tmp_path: Path, engine_url: str, mlflow_u
     assert "optim/grad_norm" not in soft.metrics, "no optimizer step is taken"
 
 
+@pytest.mark.parametrize("base_loss", ["cross_entropy", "teacher_reverse_kl_topk"])
+def test_regularizers_alone_train_on_a_step_without_contexts(
+    base_loss: str, tmp_path: Path, engine_url: str, mlflow_uri: str
+) -> None:
+    """A step whose base loss has nothing to learn equals one with contexts and without a base loss."""
+    fields = sdpo_fields(tmp_path, base_loss, mlflow_uri, engine_url, success_reward=5.0)
+    regularizer = {"name": "negative_entropy_topk", "weight": 0.5}
+    fields |= {"num_steps": 1, "eval_every": 0, "top_k": 8, "teacher_sync_every": 0}
+    metrics = run(fields | {"objective": {"base_loss": base_loss, "regularizers": [regularizer]}}).metrics
+    assert metrics["hindsight/skipped_update"] == 1
+    assert metrics["term/base/grad_norm_weighted"] == metrics["loss/base"] == 0
+    assert metrics["loss/total"] == pytest.approx(0.5 * metrics["term/negative_entropy_topk/value"], rel=1e-5)
+    assert metrics["optim/grad_norm"] > 1e-3
+
+
 @pytest.mark.parametrize("base_loss", ["cross_entropy", "teacher_reverse_kl_topk", "importance_sampling"])
 def test_a_step_without_contexts_leaves_weights_and_moments(
     base_loss: str, tmp_path: Path, engine: EngineProcess, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
