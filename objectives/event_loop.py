@@ -99,10 +99,20 @@ def wait_for(awaitable: Awaitable[T], timeout_s: float | None) -> T:
         return loop.wait_for(awaitable, timeout_s)
 
 
+def run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped, even if a coroutine calls `sys.exit`: only who waits for it gets SystemExit."""
+    while True:
+        try:
+            loop.run_forever()
+        except SystemExit:
+            continue
+        return
+
+
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
     """Run the loop until it is stopped, then cancel its coroutines and close it."""
     with closing(loop):
-        loop.run_forever()
+        run_until_stopped(loop)
         loop.run_until_complete(_cancel_all())
 
 

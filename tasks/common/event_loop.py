@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from typing import Any, TypeVar
 
+from objectives.event_loop import run_until_stopped
+
 T = TypeVar("T")
 
 _MAX_THREADS = 32
@@ -85,7 +87,9 @@ class Workers:
                 raise CancelledError("the run is closed")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._loop.run_forever, name="run-loop", daemon=True)
+                self._thread = threading.Thread(
+                    target=run_until_stopped, args=(self._loop,), name="run-loop", daemon=True
+                )
                 self._thread.start()
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from math import fsum
+from math import fsum, isfinite
 from statistics import fmean
 from threading import Lock
 from typing import Any, Literal
@@ -18,6 +18,7 @@ import torch
 from tinker_cookbook.rl.types import Metrics, TrajectoryGroup
 from torch import Tensor
 
+from blocks.errors import ConfigError
 from objectives.gradients.diagnostics import compare_gradients, scalar_products
 from objectives.term_weights.schedule import Constant, WeightSchedule
 from objectives.term_weights.targets import Targets, TargetSpec
@@ -209,12 +210,22 @@ class NamedRewards:
         return self._weights[step]
 
     def record(self, step: int, groups: Sequence[Group]) -> RewardWeights:
-        """Record the rewards of a minibatch, and return the weights of its step."""
+        """Record the rewards of a minibatch, and return the weights of its step.
+
+        Raises:
+            ConfigError: a reward is not finite.
+        """
         completed = [group.trajectories for group in groups if group.trajectories is not None]
         values = {
             name: [reward for group in completed for reward in _weighted(group, {name: 1.0}).get_total_rewards()]
             for name in self._specs
         }
+        for name, rewards in values.items():
+            if bad := [reward for reward in rewards if not isfinite(reward)]:
+                raise ConfigError(
+                    f"The reward {name!r} of a completion of step {step} is {bad[0]}: report a finite number in the "
+                    "metrics of the environment."
+                )
         with self._lock:
             if completed:
                 self._reported |= reported_names(completed)

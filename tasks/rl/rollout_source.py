@@ -173,6 +173,7 @@ class RolloutSource(BatchSource):
         settings: RolloutSettings,
         minibatches: MinibatchSettings,
     ) -> None:
+        super().__init__()
         self.problems = GroupBatches(
             train,
             minibatches.groups_per_batch,
@@ -197,7 +198,6 @@ class RolloutSource(BatchSource):
         self._is_closed = False
         self._has_scored = False
         self._first_step = 0
-        self._warnings: dict[str, str] = {}
         # True once a rollout has taken several turns.
         self._has_several_turns = False
         # Critics of the newest steps, each fitted on the steps before; empty without a critic.
@@ -482,9 +482,8 @@ class RolloutSource(BatchSource):
         return self.rewards.targets if self.rewards else {}
 
     def pop_warnings(self) -> dict[str, str]:
-        warnings, self._warnings = self._warnings, {}
         missing = self.rewards.pop_warnings() if self.rewards else {}
-        return warnings | {f"rewards.{safe_name(name)}": text for name, text in missing.items()}
+        return super().pop_warnings() | {f"rewards.{safe_name(name)}": text for name, text in missing.items()}
 
     def policy_metrics(self, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of the trained policy and of the value baseline."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -104,6 +105,7 @@ class RewardedGroup(EnvGroupBuilder):
 
         Raises:
             TimeoutError: the rewards took longer than `grader_timeout_seconds` of the termination policy.
+            ValueError: a reward is not finite.
         """
         with record_verdicts() as record:
             group = await do_group_rollout(_Ungraded(self.builder), policy, _RolledOut(result), strategy.termination)
@@ -113,6 +115,10 @@ class RewardedGroup(EnvGroupBuilder):
             penalties = map(strategy.overlong.reward, result.trajectories)
             pairs = zip(self._rewards, penalties, strict=True)
             self._rewards = [(reward + penalty, {**metrics, OVERLONG: penalty}) for (reward, metrics), penalty in pairs]
+        rewards = [reward for reward, _ in self._rewards]
+        for member, total in enumerate(TrajectoryGroup(result.trajectories, rewards, []).get_total_rewards()):
+            if not math.isfinite(total):
+                raise ValueError(f"the reward of member {member} is {total}")
         self._trajectories = result.trajectories
         self.text_labels_G = tuple(dict(getattr(env, "text_labels", {})) for env in result.envs)
         return [RolloutError("UnparsedVerdict", reply) for reply in record.unparsed]
@@ -208,12 +214,12 @@ class RetryWholeGroup(RolloutStrategy):
                 envs = await env_group_builder.make_envs()
             except TinkerFlowsError:
                 raise
-            except Exception as error:  # noqa: BLE001 - third-party environments
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party environments
                 errors.append(_rollout_error(error))
                 await self._clean_up_before_retry(env_group_builder, attempt)
                 continue
             outcomes = await self._attempt(policy, attempt, envs)
-            errors += [_rollout_error(outcome) for outcome in outcomes if isinstance(outcome, Exception)]
+            errors += [_rollout_error(outcome) for outcome in outcomes if isinstance(outcome, Exception | SystemExit)]
             pairs = zip(outcomes, envs, strict=True)
             successes = [(outcome, env) for outcome, env in pairs if isinstance(outcome, Trajectory)]
             num_needed = min(self.min_successful or len(envs), len(envs))  # a group may be smaller than min_successful
@@ -228,7 +234,7 @@ class RetryWholeGroup(RolloutStrategy):
                     errors.append(self._grader_timeout(error))
                 except TinkerFlowsError:
                     raise
-                except Exception as error:  # noqa: BLE001 - third-party rewards
+                except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party rewards
                     errors.append(_rollout_error(error))
                 else:
                     return result
@@ -388,4 +394,5 @@ class RolloutThreads:
 
 
 def _rollout_error(error: BaseException) -> RolloutError:
-    return RolloutError(type(error).__name__, str(error))
+    text = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else str(error)
+    return RolloutError(type(error).__name__, text)

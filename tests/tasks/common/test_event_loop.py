@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import Context
 
 import pytest
@@ -29,6 +31,21 @@ def test_an_error_of_a_dependency_is_raised_by_the_dependent_call():
     with pytest.raises(ValueError, match="no data"):
         dependent.result(10)
     workers.close()
+
+
+def test_sys_exit_of_a_coroutine_reaches_who_waits_and_leaves_the_loop():
+    async def leave() -> None:
+        sys.exit(3)
+
+    async def wait() -> str:
+        with suppress(SystemExit):
+            await asyncio.create_task(leave())
+        return "done"
+
+    with open_workers() as workers:
+        with pytest.raises(SystemExit):
+            workers.run_coroutine(leave())
+        assert workers.start_coroutine(wait()).result(10) == "done"
 
 
 def test_closing_the_workers_of_one_run_leaves_the_coroutines_of_another():

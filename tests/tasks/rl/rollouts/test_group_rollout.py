@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -40,7 +42,7 @@ class Broken(Exception):
 
 @dataclass
 class Guess(Env):
-    """Environment of two turns; its fate is `ends`, `fails`, `hangs` or `cancels`."""
+    """Environment of two turns; its fate is `ends`, `fails`, `hangs`, `exits` or `cancels`."""
 
     fate: str
     reward: float
@@ -53,6 +55,8 @@ class Guess(Env):
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         if self.fate == "fails":
             raise Broken("the sandbox is gone")
+        if self.fate == "exits":
+            sys.exit(3)
         if self.fate == "cancels":
             asyncio.current_task().cancel()  # pyright: ignore[reportOptionalMemberAccess]
             await asyncio.sleep(0)
@@ -74,7 +78,7 @@ class Guesses(EnvGroupBuilder):
     num_cleanups: int = 0
     graded: list[int] = field(default_factory=list)
     num_reward_errors: int = 0
-    reward_error: Exception = field(default_factory=lambda: ValueError("no grader"))
+    reward_error: BaseException = field(default_factory=lambda: ValueError("no grader"))
     num_env_errors: int = 0
     rules: Sequence[str] = ()
 
@@ -203,6 +207,24 @@ def test_member_that_cancels_itself_is_a_failure_of_its_group(sampler: tinker.Sa
     assert builder.num_attempts == 2
     assert [error.error_message for error in group.errors] == ["the environment cancelled its own rollout"]
     assert len(tokens_of(group)) == 3
+
+
+def test_sys_exit_of_an_environment_or_its_rewards_is_a_failure_of_its_group(sampler: tinker.SamplingClient) -> None:
+    """It would otherwise end the event loop, on which all rollouts wait."""
+    group = roll_out(sampler, Guesses([["ends", "exits", "ends"], ["ends"] * 3]))
+    assert [(error.error_type, error.error_message) for error in group.errors] == [
+        ("SystemExit", "it called sys.exit(3)")
+    ]
+    assert len(tokens_of(group)) == 3
+    group = roll_out(sampler, Guesses([["ends"] * 3], num_reward_errors=1, reward_error=SystemExit()))
+    assert [error.error_message for error in group.errors] == ["it called sys.exit(None)"]
+    assert len(tokens_of(group)) == 3
+
+
+def test_a_reward_that_is_not_finite_is_a_failure_of_its_group(sampler: tinker.SamplingClient) -> None:
+    group = roll_out(sampler, Guesses([["ends"] * 3], rewards=(1.0, math.nan, 0.0)), max_retries=0)
+    assert group.trajectories is None
+    assert [error.error_message for error in group.errors] == ["the reward of member 1 is nan"]
 
 
 def test_group_with_a_failure_is_retried_with_fresh_environments(sampler: tinker.SamplingClient) -> None:
