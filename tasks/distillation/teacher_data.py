@@ -64,6 +64,7 @@ class TeacherDataSource(BatchSource):
         settings: SequenceSettings,
         directory: RunDirectory,
     ) -> None:
+        super().__init__()
         self._mixture, self._teachers, self._tokenizer = mixture, teachers, tokenizer
         self._settings, self._directory = settings, directory
         self._cache = JsonlCache()

@@ -89,6 +89,7 @@ class PairSource(BatchSource):
         Raises:
             ConfigError: the data has fewer pairs than a batch.
         """
+        super().__init__()
         if len(pairs.comparisons) < batch_size:
             raise ConfigError(
                 f"The data has {len(pairs.comparisons)} comparisons and batch_size is {batch_size}: add rows or reduce "
@@ -127,6 +128,11 @@ class PairSource(BatchSource):
         trained = {index for index, number in enumerate(num_tokens) if number}
         if len(trained) == len(num_tokens):
             return ()
+        num_skipped = len(num_tokens) - len(trained)
+        self._warnings["untrained_pairs"] = (
+            f"{num_skipped} of {len(num_tokens)} training pairs have no two distinct answers and are skipped: raise "
+            "max_length, which may have cut them off, or remove the pairs."
+        )
         return [step for step in steps if trained.isdisjoint(self._indices(step))]
 
     def token_counts(self) -> Mapping[int, int]:

@@ -24,6 +24,7 @@ class SupervisedSource(BatchSource):
     def __init__(
         self, train: SupervisedDataset, test: SupervisedDataset | None, tokenizer: Tokenizer, seed: int
     ) -> None:
+        super().__init__()
         with data_errors("The training data"):
             num_batches = len(train)
         if num_batches == 0:
@@ -58,18 +59,25 @@ class SupervisedSource(BatchSource):
         """
         if isinstance(self.train, StreamingSupervisedDatasetFromHFDataset):
             return ()
-        untrained, num_complete = [], 0
+        untrained, num_complete, first_epoch = list[int](), 0, list[bool]()
         for step in steps:
             if step % len(self.train) == 0:
                 num_complete = 0
             datums = self._read(step)
             self._token_counts[step] = sum(datum.model_input.length for datum in datums)
             trained = [_has_weight(datum) for datum in datums]
+            if step // len(self.train) == steps.start // len(self.train):
+                first_epoch += trained
             if not any(trained):
                 untrained.append(step)
             num_complete += all(trained)
             if num_complete == len(self.train):
                 break
+        if num_untrained := first_epoch.count(False):
+            self._warnings["untrained_rows"] = (
+                f"{num_untrained} of {len(first_epoch)} training rows have no trained token: raise max_length, which "
+                "may have cut them off, or remove the rows."
+            )
         self._epoch = None  # the next read sets the epoch again, because a dataset may count the batches it returns
         return untrained
 

@@ -91,6 +91,9 @@ class BatchSource(ABC):
     sampled: bool = False
     num_minibatches: int = 1
 
+    def __init__(self) -> None:
+        self._warnings: dict[str, str] = {}
+
     @property
     @abstractmethod
     def steps_per_epoch(self) -> int:
@@ -133,7 +136,8 @@ class BatchSource(ABC):
 
     def pop_warnings(self) -> dict[str, str]:
         """Return the warnings since the last call, each with the suffix of its MLflow tag; called after each step."""
-        return {}
+        warnings, self._warnings = self._warnings, {}
+        return warnings
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> Sequence[MetricWarning]:
         """Check all metrics of a step; return warnings about failures that have lasted."""

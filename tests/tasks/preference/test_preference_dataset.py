@@ -139,6 +139,9 @@ def test_batches_without_a_pair_are_found_in_advance(tokenizer: Any) -> None:
             failing.append(step)
     assert 0 < len(failing) < len(steps)
     assert single.untrained_steps(steps) == failing
+    num_skipped = sum(not rendering(tokenizer, lengths[0] - 36).pair(pair, i) for i, pair in enumerate(train))
+    expected = f"{num_skipped} of {len(train)} training pairs have no two distinct answers and are skipped"
+    assert single.pop_warnings()["untrained_pairs"].startswith(expected)
     assert single.token_counts() == {step: 0 if step in failing else single.batch_at(step).num_tokens for step in steps}
 
 

@@ -62,7 +62,17 @@ def test_the_steps_are_those_whose_batch_cannot_be_read(
     steps = range(first, first + num_steps)
     assert source.untrained_steps(steps) == [step for step in steps if fails(source, step)]
     assert all(number == 2 * batch_size for number in source.token_counts().values())
+    if 0.0 not in weights:
+        assert source.pop_warnings() == {}
     assert set(steps[: source.steps_per_epoch]) <= source.token_counts().keys() <= set(steps)
+
+
+def test_rows_without_a_trained_token_are_counted_once_per_epoch() -> None:
+    source = SupervisedSource(Rows([1.0, 0.0, 1.0, 0.0, 1.0, 1.0], 2), None, TOKENIZER, seed=0)
+    source.untrained_steps(range(9))
+    (text,) = source.pop_warnings().values()
+    assert text.startswith("2 of 6 training rows have no trained token: raise max_length")
+    assert source.pop_warnings() == {}
 
 
 @pytest.mark.parametrize(("weights", "num_reads"), [([1.0] * 6, 3), ([1.0] * 5 + [0.0], 9)])
