@@ -19,14 +19,14 @@ from objectives.errors import did_you_mean
 C = TypeVar("C", bound=Config)
 
 
-def load_config(config_type: type[C], path: Path | None, overrides: Sequence[str]) -> C:
+def load_config(config_type: type[C], path: Path | str | None, overrides: Sequence[str] = ()) -> C:
     """Load a config from a YAML file and `field=value` overrides.
 
     Raises:
         ConfigError: The file is unreadable, an override is invalid, or a field is missing, unknown or invalid.
         CredentialsError: A value contains a URL with a user name, a password or a secret.
     """
-    fields: dict[str, Any] = read_yaml(path) if path else {}
+    fields: dict[str, Any] = read_yaml(Path(path)) if path else {}
     set_overrides(fields, overrides)
     return validate_fields(config_type, fields)
 
