@@ -55,6 +55,10 @@ def find_run(run_name: str, storage: str) -> StoredRun:
         ConfigError: the storage has no run of that name, or its config.json is invalid.
         StorageError: the run cannot be read.
     """
+    if "/" in run_name:
+        raise ConfigError(
+            f"Run {run_name!r} is a path: use the name of its directory, and --storage for the folder of all runs."
+        )
     run_storage = storage_at(storage)
     directory = run_storage.run_directory(run_name)
     content = directory.read_bytes(CONFIG)
@@ -76,7 +80,7 @@ def resume_config(run: StoredRun, overrides: Sequence[str]) -> tuple[str, NamedC
     """Return the method of a run and the config that resumes it: the stored config with overrides applied.
 
     Raises:
-        ConfigError: the stored config matches no method or several, or an override is invalid.
+        ConfigError: the stored config matches no method or several, or has another name, or an override is invalid.
     """
     fields = {**run.fields, "storage": run.storage}
     if fields.get("resume") == "never":  # "never" rejects an existing run name, and this run exists
@@ -91,7 +95,14 @@ def resume_config(run: StoredRun, overrides: Sequence[str]) -> tuple[str, NamedC
             "and its original config file."
         )
     set_overrides(fields, overrides)
-    return methods[0], validate_fields(config_type_of(methods[0]), fields)
+    config = validate_fields(config_type_of(methods[0]), fields)
+    if config.run_name != run.name:  # the directory was renamed or copied, or an override has another name
+        raise ConfigError(
+            f"The run in {run.directory.location} resumes only under the name of this directory, but its run_name is "
+            f"{config.run_name!r}: restore the name, or fork the run with `tinker-flows run {methods[0]} --config FILE "
+            f"run_name=NEW resume={shlex.quote(run.name)}`."
+        )
+    return methods[0], config
 
 
 def find_mlflow_run(run: StoredRun, records: Records) -> tuple[MlflowClient, MlflowRun | None]:

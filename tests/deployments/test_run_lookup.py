@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 from mlflow_store import new_store
+from sft_config import sft_fields
 
+from blocks.errors import ConfigError
 from blocks.storage import RunStorage
-from deployments.run_lookup import report_of
+from deployments.run_lookup import find_run, report_of, resume_config
 from flows.monitoring.run_tags import REJECTED_TAG
 from tasks.reports.html import DESCRIPTION_TAG
 
@@ -65,3 +67,18 @@ def test_rebuilt_report_keeps_the_link_to_the_flow_run(storage: str, tmp_path: P
     description = run.data.tags[DESCRIPTION_TAG]
     assert "In progress" not in description
     assert LINK in description.splitlines()
+
+
+@pytest.mark.parametrize(("name", "overrides"), [("renamed", []), ("run", ["run_name=other"])])
+def test_a_run_resumes_only_under_its_own_name(tmp_path: Path, name: str, overrides: list[str]) -> None:
+    fields = sft_fields(tmp_path, "run", "")
+    with RunStorage(url=fields["storage"]).run_directory(name) as directory:
+        directory.write_bytes("config.json", json.dumps(fields).encode())
+    with pytest.raises(ConfigError, match=f"restore the name, or fork .* sft .* run_name=NEW resume={name}`"):
+        resume_config(find_run(name, fields["storage"]), overrides)
+
+
+def test_a_path_is_no_name_of_a_run(storage: str) -> None:
+    for path in (f"{storage}/rl", "../runs/rl", "rl/"):
+        with pytest.raises(ConfigError, match="is a path: use the name of its directory"):
+            find_run(path, storage)
