@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,6 +11,7 @@ from blocks import RunStorage
 from blocks.errors import ConfigError
 from blocks.storage import CONFIG
 from flows.config.base import BASE, SERVICE_PATH, WeightsConfig
+from flows.runs.start.config_record import RecordedConfig
 from tasks.common.assets import asset_key
 from tasks.training.checkpoints import Records, read_records, step_of
 
@@ -42,7 +42,7 @@ def find_checkpoint(name: str, storage: RunStorage) -> NamedCheckpoint:
     """Look weights up by their name; the newest weights of a run if the name has no `@`.
 
     Raises:
-        ConfigError: The run or the checkpoint does not exist.
+        ConfigError: The run or the checkpoint does not exist, or the run's config.json is damaged.
     """
     return find_checkpoints(name, storage)[0]
 
@@ -51,7 +51,7 @@ def find_checkpoints(name: str, storage: RunStorage) -> list[NamedCheckpoint]:
     """Return all weights that a name can mean: the newest first, and at the same step those with optimizer state.
 
     Raises:
-        ConfigError: The run or the checkpoint does not exist.
+        ConfigError: The run or the checkpoint does not exist, or the run's config.json is damaged.
     """
     if name == BASE:
         return [NamedCheckpoint(name, "")]
@@ -154,6 +154,6 @@ def checkpoint_key(location: str, name: str) -> str:
 def _of_record(
     name: str, run_name: str, record: CheckpointRecord, config: bytes | None, location: str
 ) -> NamedCheckpoint:
-    model = str(json.loads(config).get("model", "")) if config else ""
+    model = str(RecordedConfig.parse(config, location).fields.get("model", "")) if config else ""
     path = record.state_path or record.sampler_path or ""
     return NamedCheckpoint(name, path, step_of(record), run_name, model, checkpoint_key(location, record.name))

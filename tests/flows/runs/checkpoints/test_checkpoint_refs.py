@@ -1,4 +1,4 @@
-"""Names of checkpoints that a run does not have."""
+"""Names of checkpoints that a run does not have, and runs with a damaged config."""
 
 from __future__ import annotations
 
@@ -27,3 +27,12 @@ def test_the_error_names_the_problem_and_the_checkpoints(tmp_path: Path, name: s
     assert find_checkpoint("mine@2", storage).step == 2
     with pytest.raises(ConfigError, match=f"{problem}; it has checkpoints at 2"):
         find_checkpoint(name, storage)
+
+
+@pytest.mark.parametrize("content", [b'{"run_na', b"[]"])
+def test_a_damaged_config_is_named(tmp_path: Path, content: bytes) -> None:
+    directory = RunStorage(url=str(tmp_path)).run_directory("bad")
+    directory.append_line("checkpoints.jsonl", json.dumps({"name": "2", "batch": 2, "state_path": "tinker://a"}))
+    directory.write_bytes("config.json", content)
+    with pytest.raises(ConfigError, match=r"bad/config\.json is not the config of a run: restore it"):
+        find_checkpoint("bad", RunStorage(url=str(tmp_path)))
