@@ -119,7 +119,8 @@ class BatchValues:
         if num < 2:
             return mean, math.nan
         if self.is_constant:
-            return self.values_B[0], 0.0  # without the rounding of the weights
+            first = next(index for index, size in enumerate(self.num_datums_B) if size)
+            return self.values_B[first], 0.0  # without the rounding of the weights
         changes_S = (sums_S - mean * sizes_S) / (total - sizes_S)  # of the mean if a sample is left out
         return mean, math.sqrt((num - 1) / num * float(changes_S @ changes_S))
 

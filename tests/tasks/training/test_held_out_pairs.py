@@ -72,3 +72,7 @@ def test_error_is_the_jackknife_of_independent_samples() -> None:
     mean, error = BatchValues(values, sizes, groups_B=groups).mean()
     assert mean == pytest.approx(np.average(values, weights=sizes))
     assert error == pytest.approx(np.sqrt(3 / 4 * np.sum((np.array(left_out) - mean) ** 2)))
+
+
+def test_mean_of_equal_values_ignores_those_without_weight() -> None:
+    assert BatchValues([0.0, 2.0, 2.0], [0, 1, 1]).mean() == (2.0, 0.0)
