@@ -11,7 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 from mlflow import MlflowClient
-from mlflow.entities import Param
+from mlflow.entities import LifecycleStage, Param
 from mlflow.entities import Run as MlflowRun
 from mlflow.exceptions import MlflowException
 from prefect.exceptions import TerminationSignal
@@ -61,12 +61,12 @@ def open_mlflow_run(  # noqa: PLR0913 - all describe one MLflow run
             the MLflow run nor ends it.
 
     Raises:
-        ServiceError: MLflow does not respond or rejects a request.
+        ServiceError: MLflow does not respond or rejects a request, or the MLflow run of the earlier start is deleted.
     """
     client = tracking.get_client()
     with tracking.failures():
         check_writer()  # if the directory was removed, the record differs, and a second MLflow run would be created
-        run = _find_run(client, run_id) or tracking.find_or_create_run(client, run_name, record, tags)
+        run = _find_active_run(tracking, client, run_id) or tracking.find_or_create_run(client, run_name, record, tags)
         check_writer()
         if not run.data.params:
             entries = [Param(key, str(value)[:MAX_PARAM_LENGTH]) for key, value in params.items()]
@@ -177,9 +177,19 @@ def find_recorded_run(
 
 
 def _find_run(client: MlflowClient, run_id: str | None) -> MlflowRun | None:
-    with suppress(MlflowException):  # the run was deleted, or the flow now uses another tracking store
+    with suppress(MlflowException):  # the run was deleted for good, or the flow now uses another tracking store
         return client.get_run(run_id) if run_id else None
     return None
+
+
+def _find_active_run(tracking: MLflowTracking, client: MlflowClient, run_id: str | None) -> MlflowRun | None:
+    run = _find_run(client, run_id)
+    if run and run.info.lifecycle_stage == LifecycleStage.DELETED:
+        raise ServiceError(
+            f"The MLflow run {run_id} at {tracking.shown_uri} is deleted: restore it "
+            f"(`mlflow runs restore --run-id {run_id}`) or choose another run_name."
+        )
+    return run
 
 
 def record_key(directory: RunDirectory) -> str:

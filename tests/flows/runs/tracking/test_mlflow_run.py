@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from mlflow import MlflowClient
 from prefect.exceptions import TerminationSignal
 
 from blocks import MLflowTracking
+from blocks.errors import ServiceError
 from flows.monitoring.interrupts import RunCancelled
 from flows.runs.tracking.mlflow_run import open_mlflow_run
 from tasks.reports.summary import STOPPED_TAG
@@ -108,3 +110,19 @@ def test_a_known_run_is_preferred_unless_the_store_lacks_it(tracking: MLflowTrac
         assert log.run_id == known.run_id
     with open_mlflow_run(tracking, "known", "other", params={}, tags={}, run_id="0" * 32) as log:
         assert log.run_id != known.run_id
+
+
+def test_a_deleted_run_is_not_resumed_until_it_is_restored(tracking: MLflowTracking):
+    with open_mlflow_run(tracking, "deleted", "deleted", params={}, tags={}) as log:
+        pass
+    client = MlflowClient(tracking.resolved_uri)
+    client.delete_run(log.run_id)
+    again = partial(open_mlflow_run, tracking, "deleted", "deleted", params={}, tags={}, run_id=log.run_id)
+    with (
+        pytest.raises(ServiceError, match=f"is deleted: restore it .`mlflow runs restore --run-id {log.run_id}`"),
+        again(),
+    ):
+        pass
+    client.restore_run(log.run_id)
+    with again() as restored:
+        assert restored.run_id == log.run_id
