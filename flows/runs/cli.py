@@ -284,6 +284,8 @@ def silence_console_logs() -> None:
         if isinstance(handler, PrefectConsoleHandler):
             handler.setLevel(logging.CRITICAL)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
+    # It logs the SQL statement of each error of the database, which it also raises.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     # MLflow's client retries requests for minutes, and urllib3 logs each retry. The run itself reports that the store
     # does not respond.
     logging.getLogger("urllib3").setLevel(logging.ERROR)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import sqlite3
 import threading
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from mlflow_store import new_store
 
 from blocks.errors import ServiceError, StorageError
+from flows.runs.cli import silence_console_logs
 from flows.training.budget import cost_before_restart
 from tasks.training.tracking.metrics import STEP_KEY, MetricsLog
 
@@ -74,6 +77,16 @@ def test_unstored_metrics_are_written_again(mlflow_uri: str, capfd: pytest.Captu
     assert log.history() == {"loss/total": expected, STEP_KEY: [(step, float(step)) for step in range(4)]}
     assert client.get_run(run.info.run_id).data.tags["note"] == "step 2"
     assert capfd.readouterr().err.count("trying again") <= 1
+
+
+def test_sql_of_a_failed_request_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    client = MlflowClient(new_store(tmp_path))
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as connection:
+        connection.execute("ALTER TABLE runs RENAME TO other")
+    silence_console_logs()
+    with pytest.raises(MlflowException, match="no such table: runs"):
+        client.get_run("0" * 32)
+    assert "SELECT" not in capsys.readouterr().err
 
 
 def test_step_counts_as_logged_after_all_of_its_points(mlflow_uri: str) -> None:
