@@ -210,10 +210,10 @@ class TeacherTargetsConfig(DistillConfig):
         le=64,
         title="Top K",
         description="Number K of target tokens per position. If the teacher samples from its full distribution (at "
-        "temperature 1, without `rollout.top_k` and `rollout.top_p`), these are its K - 1 most likely tokens, weighted "
-        "by its probabilities, and the sampled token, with weight 1, if it is none of them. With other sampling, and "
-        "for data that no teacher wrote, they are its K most likely tokens, with probabilities normalized to 1. 0: "
-        "train on the sampled token only.",
+        "temperature 1, without `rollout.top_k`, `rollout.top_p` and `rollout.completer`), these are its K - 1 most "
+        "likely tokens, weighted by its probabilities, and the sampled token, with weight 1, if it is none of them. "
+        "With other sampling, and for data that no teacher wrote, they are its K most likely tokens, with "
+        "probabilities normalized to 1. 0: train on the sampled token only.",
     )
 
     @model_validator(mode="after")

@@ -154,8 +154,9 @@ class TeacherDataSource(BatchSource):
 
     def _hard_sequences(self, items: Sequence[Item[TeacherInput]], step: int) -> list[list[TeacherSequence]]:
         """Sequences without soft targets: given sequences, and the teachers' completions of groups."""
-        # With a temperature or truncation, the samples do not follow the distribution of the soft targets.
-        is_unbiased = self._settings.rollout.distribution.is_plain
+        # With a temperature, truncation or a completer, samples do not follow the distribution of the soft targets.
+        rollout = self._settings.rollout
+        is_unbiased = rollout.distribution.is_plain and rollout.completer is None
         pending = [self._start(item, step, index) for index, item in enumerate(items)]
         return [
             [
