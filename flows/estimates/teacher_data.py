@@ -41,7 +41,7 @@ class ItemSizes(NamedTuple):
 
     Attributes:
         student, teacher: Completions with the prompt of the student and of the teacher; empty for a given sequence.
-        num_prompt_tokens: Tokens of the student's prompt.
+        num_prompt_tokens: Tokens of the student's prompt; 0 for a given sequence without a trained token.
         num_given_tokens: Tokens of a given sequence without its last one; 0 for a prompt.
     """
 
@@ -54,11 +54,17 @@ class ItemSizes(NamedTuple):
     def of(cls, value: TeacherInput) -> ItemSizes:
         """Measure a prompt or a sequence."""
         if isinstance(value, tinker.Datum):
-            num_prompt_tokens = int(trained_positions(value)[0]) + 1
+            positions = trained_positions(value).tolist()
+            num_prompt_tokens = positions[0] + 1 if positions else 0
             return cls(GroupSizes(), GroupSizes(), num_prompt_tokens, value.model_input.length)
         student = measure([value])
         teacher = measure([value.for_teacher()]) if isinstance(value, PromptGroup) else student
         return cls(student, teacher, student.num_prompt_tokens // max(student.num_rollouts, 1), 0)
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether the run trains on the item: not on a given sequence without a trained token."""
+        return self.num_prompt_tokens > 0 or not self.num_given_tokens
 
     @property
     def num_sequences(self) -> int:
@@ -133,14 +139,16 @@ def _measure(
     models = [dataset.teacher.model or config.model for dataset in datasets]
     steps = [mixture.at(step) for step in range(num_steps)]
     distinct: dict[str, Item[TeacherInput]] = {item_key(item): item for items in steps for item in items}
-    items = {key: (models[item.dataset], ItemSizes.of(item.value)) for key, item in distinct.items()}
+    measured = {key: (models[item.dataset], ItemSizes.of(item.value)) for key, item in distinct.items()}
+    items = {key: entry for key, entry in measured.items() if entry[1].is_trained}
     held_out = [
         (model, ItemSizes.of(value))
         for model, test in zip(models, tests, strict=True)
         for value in dataset_values(test)
     ]
+    keys = [[item_key(item) for item in items_of_step] for items_of_step in steps]
     return DataSizes(
-        [[item_key(item) for item in items_of_step] for items_of_step in steps], items, held_out, evaluators
+        [[key for key in keys_of_step if key in items] for keys_of_step in keys], items, held_out, evaluators
     )
 
 
@@ -189,10 +197,10 @@ def _count(
 
 def _add_scores(bill: Bill, part: str, model: str, item: ItemSizes, length: int) -> None:
     """Count the teacher's scores of all sequences of an item."""
-    if item.num_given_tokens:
-        bill.add(part, model, scored_tokens(item.num_given_tokens, 1))
-    else:
+    if not item.num_given_tokens:
         bill.add(part, model, item.teacher.scoring(length))
+    elif item.is_trained:
+        bill.add(part, model, scored_tokens(item.num_given_tokens, 1))
 
 
 def _excluded(config: TeacherDataMethod, objective: Objective) -> Iterator[str]:

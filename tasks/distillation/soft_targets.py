@@ -35,6 +35,11 @@ class TeacherSequence:
     top: TopK | None = None
     drawn: bool = False
 
+    @property
+    def is_trained(self) -> bool:
+        """Return whether a target has a weight: not of a prompt longer than `max_length`, or of masked turns only."""
+        return len(trained_positions(self.datum)) > 0
+
     def to_json(self) -> dict[str, Any]:
         """Return the sequence as JSON data."""
         inputs = self.datum.loss_fn_inputs

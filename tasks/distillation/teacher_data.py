@@ -95,9 +95,15 @@ class TeacherDataSource(BatchSource):
             for position, value in enumerate(dataset_values(test))
         ]
         sequences_I = self._cached("test", items, partial(self._hard_sequences, step=0))
-        requests = self._requests(items, sequences_I)
         datums = [sequence.datum for sequences in sequences_I for sequence in sequences]
-        return TeacherNLL(datums, call(score, opaque_argument(requests)), self._tokenizer) if datums else None
+        if not datums:
+            return None
+        requests = self._requests(items, sequences_I)
+        if not requests:
+            raise ConfigError(
+                "No row of the held-out data has a trained token: raise max_length, or leave the data out."
+            )
+        return TeacherNLL(datums, call(score, opaque_argument(requests)), self._tokenizer)
 
     def watch_hangs(self, hangs: HangWatch) -> None:
         """Watch the groups that teachers complete from now on."""
@@ -109,7 +115,10 @@ class TeacherDataSource(BatchSource):
 
     def _load(self, step: int) -> Batch:
         items = self._mixture.at(step)
-        sequences_I = self._cached("train", items, partial(self._generate, step=step))
+        sequences_I = [
+            [sequence for sequence in sequences if sequence.is_trained]
+            for sequences in self._cached("train", items, partial(self._generate, step=step))
+        ]
         flat = [sequence for sequences in sequences_I for sequence in sequences]
         # Only two steps are needed: the metrics of step - 2 are computed before this step is loaded.
         self._pending = {other: values for other, values in self._pending.items() if other == step - 1} | {step: flat}
@@ -141,15 +150,20 @@ class TeacherDataSource(BatchSource):
             return sequences_I
         requests = self._requests(items, sequences_I)
         tops = iter(call(compute_top_k, opaque_argument(requests), self._settings.top_k))
-        return [[replace(sequence, top=next(tops)) for sequence in sequences] for sequences in sequences_I]
+        return [
+            [replace(sequence, top=next(tops)) if sequence.is_trained else sequence for sequence in sequences]
+            for sequences in sequences_I
+        ]
 
     def _requests(
         self, items: Sequence[Item[TeacherInput]], sequences_I: Sequence[Sequence[TeacherSequence]]
     ) -> list[TeacherRequest]:
+        """Requests to score the sequences that have a trained token."""
         return [
             TeacherRequest(self._teachers[item.dataset], datum_for_teacher(item.value, sequence.datum))
             for item, sequences in zip(items, sequences_I, strict=True)
             for sequence in sequences
+            if sequence.is_trained
         ]
 
     def _hard_sequences(self, items: Sequence[Item[TeacherInput]], step: int) -> list[list[TeacherSequence]]:
@@ -184,7 +198,8 @@ def pack_teacher_data(sequences: Sequence[TeacherSequence], tokenizer: Tokenizer
     """
     if not sequences:
         raise ConfigError(
-            "All groups of a step failed: check the environment, or raise rollout.max_retries or rollout.timeout_s."
+            "No sequence of a step has a trained token: raise max_length of the data or, if groups failed, check the "
+            "environment or raise rollout.max_retries or rollout.timeout_s."
         )
     return pack_sequences(sequences, tokenizer)
 

@@ -311,9 +311,11 @@ def test_costs_of_teacher_data(max_tokens: int, top_k: int, tmp_path: Path, engi
 
 
 def test_costs_of_given_data(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
-    """The teacher only scores the data, so the tokens of the samplers are known."""
+    """The teacher only scores the data, so the tokens of the samplers are known; long prompts are left out."""
     fields = distill_fields(tmp_path, "given", mlflow_uri, engine_url) | {"top_k": 4, "num_steps": 3}
-    fields |= {"datasets": [{"data": sft_fields(tmp_path, "", "")["data"]}], "report": {"num_examples": 0}}
+    data = sft_fields(tmp_path, "", "")["data"]
+    data["params"]["common_config"]["max_length"] = 280
+    fields |= {"datasets": [{"data": data}], "report": {"num_examples": 0}}
     fields |= {"prompt_logprobs_last_n": "off", "budget": {"prices": price_table(tmp_path)}}
     config = OffPolicyConfig.model_validate(fields)
     expected = estimate_teacher_data(config)

@@ -1,4 +1,4 @@
-"""Batches of a teacher's data: targets of its samples."""
+"""Batches of a teacher's data: targets of its samples, and rows without a trained token."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any, cast
 import pytest
 import tinker
 from tinker import types
+from tinker_cookbook.supervised.types import SupervisedDataset
 
 from blocks import RunStorage
+from blocks.errors import ConfigError
 from engine.tiny import byte_tokenizer
 from objectives.batch import Batch
 from tasks.common.task import inline_tasks
@@ -23,7 +25,7 @@ from tasks.rl.rollout_source import RolloutSettings
 from tasks.rl.rollouts.custom_completer import CompleterSpec
 from tasks.rl.rollouts.group_rollout import RetryWholeGroup
 from tasks.rl.rollouts.sampling_distribution import SamplingDistribution
-from tasks.training.teacher import Teacher
+from tasks.training.teacher import Teacher, hard_datum
 
 PROMPT = types.ModelInput.from_ints([5, 6])
 
@@ -41,19 +43,38 @@ class Sampler:
             prompt_logprobs=[None, *[-4.0] * (prompt.length - 1)],
         )
 
-    async def compute_logprobs(self, prompt: types.ModelInput) -> list[float | None]:
+    async def compute_logprobs(self, prompt: types.ModelInput, last_n: int | None = None) -> list[float | None]:
         return [None, *[-4.0] * (prompt.length - 1)]
 
 
-def load_batch(folder: Path, dataset: Any, top_k: int = 2, completer: CompleterSpec | None = None) -> Batch:
-    """Load the first step of a dataset."""
+class Rows(SupervisedDataset):
+    """One batch of given sequences."""
+
+    def __init__(self, *datums: tinker.Datum) -> None:
+        self.datums = list(datums)
+
+    def get_batch(self, index: int) -> list[tinker.Datum]:
+        return self.datums
+
+    def __len__(self) -> int:
+        return 1
+
+
+def open_source(
+    folder: Path, dataset: Any, top_k: int = 2, completer: CompleterSpec | None = None
+) -> TeacherDataSource:
+    """Open a source of steps of two items."""
     sampling = SamplingDistribution()
     rollouts = RolloutSettings(0, 4, sampling, RetryWholeGroup(max_retries=0), AdvantageSettings(), completer)
     teacher = Teacher(cast(tinker.SamplingClient, Sampler()), "teacher")
-    settings = SequenceSettings("key", rollouts, top_k)
     directory = RunStorage(url=str(folder)).run_directory("run")
     mixture = Mixture[Any]([dataset], [1.0], 2, seed=0)
-    source = TeacherDataSource(mixture, [teacher], byte_tokenizer(), settings, directory)
+    settings = SequenceSettings("key", rollouts, top_k)
+    return TeacherDataSource(mixture, [teacher], byte_tokenizer(), settings, directory)
+
+
+def load_batch(source: TeacherDataSource) -> Batch:
+    """Load the first step of a source."""
     with inline_tasks():
         (pending,) = source.load(0, cast(tinker.TrainingClient, None))
         return pending.result()
@@ -71,6 +92,32 @@ def test_only_samples_of_the_full_distribution_are_targets(
     tmp_path: Path, completer: CompleterSpec | None, targets: list[int], weights: list[float]
 ) -> None:
     prompts = Prompts([PromptGroup(PROMPT, PROMPT, [], num_completions=1)] * 2, batch_size=2)
-    batch = load_batch(tmp_path, prompts, completer=completer)
+    batch = load_batch(open_source(tmp_path, prompts, completer=completer))
     assert batch.target_tokens_DT[batch.mask_DT].tolist() == [targets] * 2
     assert batch.weights_DT[batch.mask_DT].tolist() == [pytest.approx(weights)] * 2
+
+
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_rows_without_a_trained_token_are_left_out(tmp_path: Path, top_k: int) -> None:
+    rows = Rows(hard_datum([5, 6, 7], [0.0] * 3), hard_datum([5, 6, 8], [0.0, 0.0, 1.0]))
+    for _ in range(2):  # the second source reads the stored sequences of the first
+        batch = load_batch(open_source(tmp_path, rows, top_k))
+        assert (batch.num_datums, batch.labels_D["dataset"].tolist()) == (1, [0])
+        assert float(batch.weights_DT.sum()) == pytest.approx(1.0)
+
+
+def test_a_step_without_a_trained_token_is_an_error(tmp_path: Path) -> None:
+    untrained = Rows(hard_datum([5, 6, 7], [0.0] * 3), hard_datum([5, 8], [0.0] * 2))
+    source = open_source(tmp_path, untrained)
+    with pytest.raises(ConfigError, match="No sequence of a step has a trained token: raise max_length"):
+        load_batch(source)
+    with inline_tasks(), pytest.raises(ConfigError, match="No row of the held-out data has a trained token"):
+        source.held_out([untrained])
+
+
+def test_held_out_rows_without_a_trained_token_do_not_count(tmp_path: Path) -> None:
+    rows = Rows(hard_datum([5, 6, 7], [0.0] * 3), hard_datum([5, 6, 8], [0.0, 0.0, 1.0]))
+    with inline_tasks():
+        evaluator = open_source(tmp_path, rows).held_out([rows])
+    assert evaluator is not None
+    assert (evaluator.num_datums, evaluator.num_untrained) == (2, 1)
