@@ -50,8 +50,8 @@ class Mixture(Generic[T]):
         self._streams = [_Stream(dataset, seed) for dataset in datasets]
 
     def __len__(self) -> int:
-        """Number of steps until the first dataset is exhausted."""
-        return max(1, min(stream.size // count for stream, count in zip(self._streams, self.counts, strict=True)))
+        """Number of steps until the first dataset is exhausted; it may have fewer items in the last one."""
+        return min(-(-stream.size // count) for stream, count in zip(self._streams, self.counts, strict=True))
 
     def at(self, step: int) -> list[Item[T]]:
         """Items of a step; the result depends only on the datasets, the seed and the step."""
@@ -61,23 +61,27 @@ class Mixture(Generic[T]):
             Item(number, position % stream.size, stream.item(epoch, position % stream.size))
             for number, (stream, count) in enumerate(zip(self._streams, self.counts, strict=True))
             for position in range(index * count, (index + 1) * count)
+            if position < max(stream.size, count)
         ]
 
 
 class _Stream(Generic[T]):
-    """Items of a dataset by position, computed as if every batch were as long as the first."""
+    """Items of a dataset by position, computed as if every batch but the last were as long as the first."""
 
     def __init__(self, dataset: BatchedDataset[T], seed: int) -> None:
         self._dataset, self._seed = dataset, seed
         self._epoch, self._index = -1, -1
         self._batch: Sequence[T] = ()
         self._length = len(self._load(0, 0))
-        self.size = self._length * len(dataset)
+        # A supervised dataset has only full batches. One that streams could not go back from its last batch.
+        is_full = isinstance(dataset, SupervisedDataset)
+        last_length = self._length if is_full else len(self._load(0, len(dataset) - 1))
+        self.size = self._length * (len(dataset) - 1) + min(last_length, self._length)
 
     def item(self, epoch: int, position: int) -> T:
         index, offset = divmod(position, self._length)
         batch = self._load(epoch, index)
-        return batch[offset % len(batch)]  # the last batch may be shorter
+        return batch[offset % len(batch)]  # a later batch may be shorter than the first
 
     def _load(self, epoch: int, index: int) -> Sequence[T]:
         """Load a batch and cache it, because a streaming dataset returns each batch only once."""

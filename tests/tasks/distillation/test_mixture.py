@@ -29,6 +29,19 @@ class Numbers(SupervisedDataset):
         return len(self.batches)
 
 
+class Problems:
+    """Batches of numbers in the same order in every epoch, like those of an RL dataset."""
+
+    def __init__(self, batches: Sequence[Sequence[int]]) -> None:
+        self.batches = batches
+
+    def get_batch(self, index: int) -> Sequence[int]:
+        return self.batches[index]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
 def values(mixture: Mixture[int], step: int) -> list[int]:
     return [item.value for item in mixture.at(step)]
 
@@ -59,17 +72,33 @@ def test_each_epoch_is_shuffled_and_steps_can_be_read_in_any_order() -> None:
     assert [item.position for item in mixture.at(1)] == [2, 3]
 
 
-def test_short_last_batch_repeats_its_items() -> None:
-    mixture = Mixture([Numbers([[1, 2, 3], [4]])], [1.0], 3, seed=0)
-    assert values(mixture, 1) == [4, 4, 4]
+@pytest.mark.parametrize(
+    ("batches", "batch_size", "steps"),
+    [
+        ([[1, 2, 3], [4]], 3, [[1, 2, 3], [4]]),
+        ([[1, 2, 3], [4]], 2, [[1, 2], [3, 4]]),
+        ([[1, 2, 3, 4, 5]], 2, [[1, 2], [3, 4], [5]]),
+        ([[1, 2], [3]], 6, [[1, 2, 3, 1, 2, 3]]),  # a dataset smaller than its share starts over within the step
+    ],
+)
+def test_items_of_a_short_last_batch_appear_once_per_epoch(
+    batches: list[list[int]], batch_size: int, steps: list[list[int]]
+) -> None:
+    mixture = Mixture([Problems(batches)], [1.0], batch_size, seed=0)
+    assert [values(mixture, step) for step in range(2 * len(mixture))] == steps * 2
+
+
+def test_epoch_ends_with_the_last_items_of_the_shortest_dataset() -> None:
+    mixture = Mixture([Problems([[1, 2], [3]]), Problems([[11, 12], [13, 14], [15]])], [1.0, 1.0], 4, seed=0)
+    assert [values(mixture, step) for step in range(3)] == [[1, 2, 11, 12], [3, 13, 14], [1, 2, 11, 12]]
 
 
 def test_dataset_smaller_than_its_share_starts_over_within_the_step() -> None:
-    mixture = Mixture([Numbers([[1, 2], [3]])], [1.0], 6, seed=0)
+    mixture = Mixture([Numbers([[1, 2, 3]])], [1.0], 5, seed=0)
     assert len(mixture) == 1
-    assert values(mixture, 0) == [1, 2, 3, 3, 1, 2]
-    assert [item.position for item in mixture.at(1)] == [0, 1, 2, 3, 0, 1]
-    assert values(mixture, 1) == [101, 102, 103, 103, 101, 102]
+    assert values(mixture, 0) == [1, 2, 3, 1, 2]
+    assert [item.position for item in mixture.at(1)] == [0, 1, 2, 0, 1]
+    assert values(mixture, 1) == [101, 102, 103, 101, 102]
 
 
 @pytest.mark.parametrize("batches", [[], [[]]])

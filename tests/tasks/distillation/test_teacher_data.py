@@ -27,6 +27,7 @@ from tasks.rl.rollouts.group_rollout import RetryWholeGroup
 from tasks.rl.rollouts.sampling_distribution import SamplingDistribution
 from tasks.training.teacher import Teacher, hard_datum
 
+TOKENIZER: Any = byte_tokenizer()
 PROMPT = types.ModelInput.from_ints([5, 6])
 
 
@@ -70,7 +71,7 @@ def open_source(
     directory = RunStorage(url=str(folder)).run_directory("run")
     mixture = Mixture[Any]([dataset], [1.0], 2, seed=0)
     settings = SequenceSettings("key", rollouts, top_k)
-    return TeacherDataSource(mixture, [teacher], byte_tokenizer(), settings, directory)
+    return TeacherDataSource(mixture, [teacher], TOKENIZER, settings, directory)
 
 
 def load_batch(source: TeacherDataSource) -> Batch:
