@@ -69,6 +69,7 @@ class TeacherDataSource(BatchSource):
         self._settings, self._directory = settings, directory
         self._cache = JsonlCache()
         self._pending: dict[int, list[TeacherSequence]] = {}
+        self._has_warned = False
         self._threads = RolloutThreads()
         self._preparing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="teacher-data")
         load_cache(self._cache, directory, TAUGHT_NAME)
@@ -115,16 +116,23 @@ class TeacherDataSource(BatchSource):
 
     def _load(self, step: int) -> Batch:
         items = self._mixture.at(step)
-        sequences_I = [
-            [sequence for sequence in sequences if sequence.is_trained]
-            for sequences in self._cached("train", items, partial(self._generate, step=step))
-        ]
+        loaded_I = self._cached("train", items, partial(self._generate, step=step))
+        sequences_I = [[sequence for sequence in sequences if sequence.is_trained] for sequences in loaded_I]
         flat = [sequence for sequences in sequences_I for sequence in sequences]
+        self._warn_of_untrained(step, sum(map(len, loaded_I)), len(flat))
         # Only two steps are needed: the metrics of step - 2 are computed before this step is loaded.
         self._pending = {other: values for other, values in self._pending.items() if other == step - 1} | {step: flat}
         batch = call(pack_teacher_data, opaque_argument(flat), self._tokenizer)
         datasets = [item.dataset for item, sequences in zip(items, sequences_I, strict=True) for _ in sequences]
         return replace(batch, labels_D={"dataset": torch.tensor(datasets)})
+
+    def _warn_of_untrained(self, step: int, num_sequences: int, num_trained: int) -> None:
+        if num_trained < num_sequences and not self._has_warned:
+            self._has_warned = True
+            self._warnings["untrained_rows"] = (
+                f"{num_sequences - num_trained} of the {num_sequences} sequences of step {step} have no trained token, "
+                "and later steps may have more: raise max_length, which may have cut them off, or remove the rows."
+            )
 
     def _cached(
         self,

@@ -102,7 +102,10 @@ def test_only_samples_of_the_full_distribution_are_targets(
 def test_rows_without_a_trained_token_are_left_out(tmp_path: Path, top_k: int) -> None:
     rows = Rows(hard_datum([5, 6, 7], [0.0] * 3), hard_datum([5, 6, 8], [0.0, 0.0, 1.0]))
     for _ in range(2):  # the second source reads the stored sequences of the first
-        batch = load_batch(open_source(tmp_path, rows, top_k))
+        source = open_source(tmp_path, rows, top_k)
+        batch = load_batch(source)
+        (warning,) = source.pop_warnings().values()
+        assert warning.startswith("1 of the 2 sequences of step 0 have no trained token")
         assert (batch.num_datums, batch.labels_D["dataset"].tolist()) == (1, [0])
         assert float(batch.weights_DT.sum()) == pytest.approx(1.0)
 
