@@ -1,9 +1,9 @@
-"""Exceptions of every package except `objectives` and `engine`, which have their own.
+"""Exceptions that a user may see, of every package except `objectives` and `engine`, which have their own.
 
 TinkerFlowsError            an error the user can fix; its message is one sentence
 ├── ConfigError             (ValueError)    an invalid config, data file or name
 │   └── UserCodeError                       a user-supplied function failed; another attempt may succeed
-├── CredentialsError                        a config contains a URL with a user name or password
+├── CredentialsError                        a config contains a URL with a user name, a password or a secret
 ├── ServiceError            (RuntimeError)  the Tinker service, MLflow or Prefect rejected a request or did not respond
 │   ├── UnreachableError                    no server responds at the address
 │   ├── ServiceLostError                    the Tinker service failed; a new client can recover
@@ -40,9 +40,9 @@ class UserCodeError(ConfigError):
 
 
 class CredentialsError(TinkerFlowsError):
-    """A config contains a URL with a user name or password; the message does not show it.
+    """A config contains a URL with a user name, a password or a secret; the message does not show it.
 
-    No ValueError, because pydantic would turn it into an error that shows the value.
+    It is not a ValueError, because pydantic would turn it into an error that shows the value.
     """
 
 

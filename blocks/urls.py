@@ -23,7 +23,9 @@ _QUERY = re.compile(rf"(://[^\s\"]{{0,4096}}?[?&]{_SECRET}=)(?!\*\*\*|[{{$])[^&#
 
 
 def has_credentials(url: str) -> bool:
-    """Return whether a URL, with or without a scheme, has a user name, a password or a secret in its query.
+    """Return whether a URL has a user name, a password or a secret in its query.
+
+    Without a scheme, only `name:password@host` is recognized.
 
     >>> has_credentials("http://user:secret@host:5000"), has_credentials("user:secret@host")
     (True, True)

@@ -104,8 +104,8 @@ class Config(BaseModel):
             fix = _CREDENTIALS_OF.get(path)
             if contains_credentials(text) or (fix and has_credentials(text)):
                 raise CredentialsError(
-                    f"The config is invalid: {path!r} is {hide_credentials(text)!r}, but it has a user name or "
-                    f"password, which would be recorded: remove it and {fix or _CREDENTIALS_OF_OTHERS}."
+                    f"The config is invalid: {path!r} is {hide_credentials(text)!r}, but it has a user name, "
+                    f"a password or a secret, which would be recorded: remove it and {fix or _CREDENTIALS_OF_OTHERS}."
                 )
         return fields
 

@@ -16,16 +16,16 @@ from flows.config.base import BuilderConfig
 from objectives.config.aliases import current_path
 from objectives.config.spec import ObjectiveSpec
 
-# Parameters of tinker-cookbook's builders, and of those with the same interface, that name a file to read.
-_FILES = ("file_path", "train_path", "test_path")
-_READERS = ("tinker_cookbook", "tasks", "examples", "tinker_flows")
+# Parameters that name a file to read, and the packages whose builders have these parameters.
+_FILE_PARAMS = ("file_path", "train_path", "test_path")
+_PACKAGES = ("tinker_cookbook", "tasks", "examples", "tinker_flows")
 
 
 def check_references(config: BaseModel) -> None:
-    """Check that the data files, builders and terms that a config names exist.
+    """Check that the builders and terms that a config names exist, and the data files of builders.
 
-    A builder is looked up in the text of its module, because importing it may take seconds. Only if it is not found is
-    its module imported, which then decides.
+    A builder is looked up in the text of its module, because importing it may take seconds. If the text does not
+    contain its name, the module is imported, and the import decides.
 
     Raises:
         ConfigError: A file or builder does not exist.
@@ -58,7 +58,7 @@ def _check_builder(field: str, config: BuilderConfig) -> None:
         from tasks.common.builders import import_object  # imports tinker-cookbook, for seconds
 
         import_object(config.builder, f"{field}.builder")
-    if module.partition(".")[0] not in _READERS:
+    if module.partition(".")[0] not in _PACKAGES:
         return
     for name, file in _files(config.params, f"{field}.params"):
         path = path_of(file)
@@ -70,7 +70,7 @@ def _files(params: Any, path: str) -> Iterator[tuple[str, str]]:
     """Yield the fields of parameters that name files, with the files; also of nested ones and below dotted keys."""
     if isinstance(params, dict):
         for key, value in params.items():  # pyright: ignore[reportUnknownVariableType]
-            if str(key).rpartition(".")[2] in _FILES and isinstance(value, str) and value:  # pyright: ignore[reportUnknownArgumentType]
+            if str(key).rpartition(".")[2] in _FILE_PARAMS and isinstance(value, str) and value:  # pyright: ignore[reportUnknownArgumentType]
                 yield f"{path}.{key}", value
             else:
                 yield from _files(value, f"{path}.{key}")

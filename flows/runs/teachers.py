@@ -90,7 +90,7 @@ def _open(run: Run, model: str, path: str, expected: Tokenizer | None) -> Teache
 
 
 def open_saved_teacher(run: Run, model: str, path: str) -> Teacher:
-    """Open weights that the run has saved as a teacher.
+    """Open weights that the run has saved, to use them as a teacher.
 
     Raises:
         ServiceError: The service does not have the weights.

@@ -91,7 +91,7 @@ def optional_group(model: type[BaseModel]) -> Callable[[JsonSchemaValue], None]:
 
 
 def form_fields(schema: JsonSchemaValue) -> None:
-    """Adapt the fields of a schema to forms: limits outside of unions, and no null."""
+    """Adapt the fields of a schema to forms: limits outside of unions, and no null in optional numbers and texts."""
     move_limits_out_of_unions(schema)
     leave_none_unset(schema)
 

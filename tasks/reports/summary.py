@@ -48,7 +48,7 @@ class RunSummary:
         held_out: metrics of the held-out data at the first and the last evaluation.
         headlines: rows of `held_out` with the main metrics.
         warnings: warnings, each a sentence.
-        definitions: definition of each term by `safe_name` of its name.
+        definitions: definition of each term by its name in the history.
         weights: tinker:// path of the newest weights with optimizer state; empty if no checkpoint has them.
         commands: purpose and text of the commands that the user may need next.
     """
@@ -154,10 +154,10 @@ def storage_option(run_name: str, directory: str) -> str:
 
 
 def _verdict(tags: Mapping[str, str], warnings: Sequence[str], rows: Sequence[HeldOutRow]) -> str:
-    number = f"{len(warnings)} warning{'s' if len(warnings) > 1 else ''}" if warnings else "No warning"
+    counted = f"{len(warnings)} warning{'s' if len(warnings) > 1 else ''}" if warnings else "No warning"
     row = next((row for row in rows if row.is_compared), None)
     result = f"; {row.metric} on held-out data went from {row.before} to {row.after}" if row else ""
-    return " ".join(filter(None, [tags.get(STOPPED_TAG, ""), f"{number}{result}.", row.note if row else ""]))
+    return " ".join(filter(None, [tags.get(STOPPED_TAG, ""), f"{counted}{result}.", row.note if row else ""]))
 
 
 def _facts(run: MlflowRun, records: Records, history: History) -> list[tuple[str, str]]:
@@ -186,7 +186,7 @@ def _facts(run: MlflowRun, records: Records, history: History) -> list[tuple[str
 
 
 def _service(base_url: str, url: str) -> str:
-    """Describe a service. The engine of a run, or of `tinker-flows up`, had its URL only while it ran.
+    """Describe a service by its URL; a local engine has no name, because its URL was valid only while it ran.
 
     >>> _service("", "http://127.0.0.1:33081"), _service("https://tinker.example", "https://tinker.example")
     ('local engine', 'https://tinker.example')
@@ -220,7 +220,8 @@ def _lineage(run: MlflowRun, records: Records) -> str | None:
 def _main_term(history: History) -> str:
     """Return the weighted regularizer with the largest share of the gradient; empty without one.
 
-    The weight of a term with a target cannot be set. A name that MLflow would not accept is not known here.
+    Left out are terms with a target, whose weight cannot be set, and names that the history may have in an escaped
+    form, which no field of a config matches.
     """
     rows = [
         row
@@ -245,8 +246,8 @@ def _commands(
     storage, name = storage_option(run_name, directory.location), shlex.quote(run_name)
     if not any(record.final for record in records.checkpoints):
         return [("Resume", f"tinker-flows resume {name}{storage}")]
-    at = storage.replace(" --storage ", " storage=")
-    start = f"tinker-flows run {method} --config CONFIG run_name=NEW{at}"
+    override = storage.replace(" --storage ", " storage=")
+    start = f"tinker-flows run {method} --config CONFIG run_name=NEW{override}"
     without = f"{start} objective.regularizers.{term}.weight=0 && tinker-flows report {name} NEW{storage}"
     return [
         *([(f"See what {term} did: train without it and compare", without)] if term else []),

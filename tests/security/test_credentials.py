@@ -42,7 +42,9 @@ FIELDS = {"run_name": "secret", "model": "tiny", "data": {"builder": "a:B"}}
 )
 def test_a_config_with_credentials_is_refused(field: str, url: Any, fix: str) -> None:
     for make in (SftConfig.model_validate, lambda fields: SftConfig(**fields), lambda f: validate_fields(SftConfig, f)):
-        with pytest.raises(CredentialsError, match="has a user name or password, which would be recorded") as caught:
+        with pytest.raises(
+            CredentialsError, match="has a user name, a password or a secret, which would be recorded"
+        ) as caught:
             make({**FIELDS, field: url})
         shown = "".join(traceback.format_exception(caught.value))
         assert f"'{field}" in str(caught.value)

@@ -45,7 +45,7 @@ def register_prompts(log: MetricsLog, config: RunConfig, tokenizer: Tokenizer) -
 
 
 def _renderers(log: MetricsLog, config: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the text that each renderer makes of one user message, by its name in MLflow's prompt registry."""
+    """Return, by name in MLflow's prompt registry, the text that each renderer makes of one user message."""
     message = Message(role="user", content="{{prompt}}")
     templates: dict[str, str] = {}
     for renderer in renderer_names(config):
