@@ -39,8 +39,12 @@ class KeepPolicy:
 
 
 @retried_task(name="keep")
-def keep_checkpoints(rest: tinker.RestClient, directory: RunDirectory, log: MetricsLog, policy: KeepPolicy) -> None:
-    """Record the best checkpoint, delete old ones with their logged models, and record the deletions.
+def keep_checkpoints(
+    rest: tinker.RestClient, directory: RunDirectory, log: MetricsLog, policy: KeepPolicy
+) -> CheckpointRecord | None:
+    """Record the best checkpoint and return it; delete old ones with their logged models, and record the deletions.
+
+    Returns None without a metric in the policy, or if no checkpoint has a value of it.
 
     Raises:
         ServiceError, MlflowException: the service or MLflow failed; the next call completes the work.
@@ -48,18 +52,20 @@ def keep_checkpoints(rest: tinker.RestClient, directory: RunDirectory, log: Metr
     records = read_records(directory)
     # The checkpoint that a fork starts from belongs to another run.
     own = [record for record in records.checkpoints if not record.has("parent")]
-    best = str(records.best.get("best", ""))
-    if policy.metric and (new_best := find_best(own, log.values(policy.metric), policy.mode)):
+    recorded = str(records.best.get("best", ""))
+    values = log.values(policy.metric) if policy.metric else {}
+    while (best := find_best(own, values, policy.mode)) and best[0].state_path != recorded:
         directory.check_writer()
-        if new_best[0].state_path != best:
-            _record_best(rest, directory, new_best, policy)
-            if best and best not in records.dropped:
-                _let_expire(rest, best, own, policy)
-        best = new_best[0].state_path or ""
+        if _record_best(rest, directory, best, policy):
+            if recorded and recorded not in records.dropped:
+                _let_expire(rest, recorded, own, policy)
+            break
+        own.remove(best[0])
+    kept = best[0].state_path if best else recorded
     # The records are newest first.
     old = [*own[policy.last :], *records.samplers[policy.last :]] if policy.last else []
     for record in old:
-        if record.final or (record.state_path and record.state_path == best):
+        if record.final or (record.state_path and record.state_path == kept):
             continue
         if model_id := record.get(MODEL_ID, None):
             directory.check_writer()
@@ -69,6 +75,7 @@ def keep_checkpoints(rest: tinker.RestClient, directory: RunDirectory, log: Metr
             with service_errors(f"delete the checkpoint {path}"), suppress(tinker.NotFoundError):
                 rest.delete_checkpoint_from_tinker_path(path).result()
             append_record(directory, {"name": record.name, "dropped": path})
+    return best[0] if best else None
 
 
 def _paths(record: CheckpointRecord) -> list[str]:
@@ -108,15 +115,19 @@ def count_candidates(directory: RunDirectory, values: Mapping[int, float]) -> in
 
 def _record_best(
     rest: tinker.RestClient, directory: RunDirectory, new_best: tuple[CheckpointRecord, float], policy: KeepPolicy
-) -> None:
-    """Make the service keep the best checkpoint, then record it; record it as dropped if it has already expired."""
+) -> bool:
+    """Make the service keep the best checkpoint, then record it; return False if it has already expired.
+
+    It is then recorded as dropped.
+    """
     record, value = new_best
     path = record.state_path or ""
-    if all(_set_ttl(rest, weights, None, policy) for weights in _paths(record)):
-        line = {"name": "best", "best": path, "best_step": step_of(record), "metric": policy.metric, "value": value}
-        append_record(directory, line)
-    else:
+    if not all(_set_ttl(rest, weights, None, policy) for weights in _paths(record)):
         append_record(directory, {"name": record.name, "dropped": path})
+        return False
+    line = {"name": "best", "best": path, "best_step": step_of(record), "metric": policy.metric, "value": value}
+    append_record(directory, line)
+    return True
 
 
 def _let_expire(rest: tinker.RestClient, best: str, own: Sequence[CheckpointRecord], policy: KeepPolicy) -> None:

@@ -28,6 +28,7 @@ from flows.monitoring.run_tags import (
     note_pending_approval,
     note_rejection,
 )
+from flows.runs.blocks import tracking_of
 from flows.runs.checkpoints.approval import ApprovalRequest, read_approval
 from flows.runs.checkpoints.checkpoint_refs import checkpoint_key
 from flows.runs.checkpoints.promotion import Measurement, describe_difference, find_rejection
@@ -41,7 +42,6 @@ from tasks.training.checkpoints import (
     Kind,
     PendingCheckpoint,
     enqueue_checkpoint,
-    read_records,
     record_checkpoint,
     resumable,
     step_of,
@@ -141,18 +141,18 @@ class Checkpoints:
     def finish(self) -> CheckpointRecord:
         """Wait for the final checkpoint and return its record.
 
-        With `register_as`, promote the best checkpoint, or the final one without `keep_best`, unless `promote_if` or a
-        person rejects it.
+        Retention runs once more: an earlier process may have been killed after it recorded the final checkpoint, and a
+        finished run may have started again with other settings. With `register_as`, promote the best checkpoint, or
+        the final one without `keep_best`, unless `promote_if` or a person rejects it.
 
         Raises:
-            ServiceError, StorageError: A save failed.
+            ServiceError, StorageError: A save failed, or it is unknown which checkpoint to promote.
         """
         last = self.wait()
         assert last is not None
         if name := self._config.register_as:
-            records = read_records(self._run.directory)
-            best = records.best.get("best") if self._policy.metric else None
-            candidate = next((record for record in records.checkpoints if record.state_path == best), last)
+            with tracking_of(self._config).failures():
+                candidate = self._keep() or last
             self._run.directory.check_writer()
             self.rejection = self._rejection(candidate) or self._refusal(name, candidate)
             if self.approval_request:
@@ -162,6 +162,8 @@ class Checkpoints:
             else:
                 self._promote(name, candidate)
                 forget_rejection(self._run.log)
+        else:
+            self._try_to_keep("start the same command again to delete them")
         return last
 
     def __enter__(self) -> Self:
@@ -184,15 +186,21 @@ class Checkpoints:
         task = materialize(record_checkpoint, key, self._data, self._describe)
         record = call(task, pending, self._run.directory, self._run.log, state, self._origin)
         self._emit(record)
-        if self._policy.last or self._policy.metric:
-            try:
-                call(keep_checkpoints, self._rest, self._run.directory, self._run.log, self._policy)
-            except (ServiceError, MlflowException) as failure:
-                cause = reason(failure.__cause__ or failure)
-                print_notice(
-                    f"Old checkpoints could not be deleted ({cause}); the run tries again at its next checkpoint."
-                )
+        self._try_to_keep("the run tries again at its next checkpoint and at its end")
         return record
+
+    def _try_to_keep(self, remedy: str) -> None:
+        try:
+            self._keep()
+        except (ServiceError, MlflowException) as failure:
+            cause = reason(failure.__cause__ or failure)
+            print_notice(f"Old checkpoints could not be deleted ({cause}); {remedy}.")
+
+    def _keep(self) -> CheckpointRecord | None:
+        """Delete old checkpoints; return the best one, or None without `keep_best` or without one."""
+        if not (self._policy.last or self._policy.metric):
+            return None
+        return call(keep_checkpoints, self._rest, self._run.directory, self._run.log, self._policy)
 
     def _emit(self, record: CheckpointRecord) -> None:
         """Emit the event of a new checkpoint, with the settings that a receiver needs to find it."""

@@ -8,16 +8,28 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import httpx
+import tinker
+
 from blocks import RunStorage
 from tasks.training.checkpoints import append_record, read_records
 from tasks.training.retention import KeepPolicy, count_candidates, keep_checkpoints
 
 
 class RecordingRest:
-    """REST client that records the deleted checkpoints."""
+    """REST client that records the deleted checkpoints and the changes of lifetimes; some checkpoints have expired."""
 
-    def __init__(self) -> None:
+    def __init__(self, *expired: str) -> None:
         self.deleted: list[str] = []
+        self.lifetimes: dict[str, int | None] = {}
+        self._expired = expired
+
+    def set_checkpoint_ttl_from_tinker_path(self, path: str, ttl_seconds: int | None) -> SimpleNamespace:
+        if path in self._expired:
+            response = httpx.Response(404, request=httpx.Request("PUT", "http://service"))
+            raise tinker.NotFoundError("it has expired", response=response, body=None)
+        self.lifetimes[path] = ttl_seconds
+        return SimpleNamespace(result=lambda: None)
 
     def delete_checkpoint_from_tinker_path(self, path: str) -> SimpleNamespace:
         self.deleted.append(path)
@@ -45,6 +57,25 @@ def test_final_checkpoint_is_kept_even_if_newer_ones_exist(tmp_path: Path) -> No
     assert [record.state_path for record in records.checkpoints] == ["tinker://8", "tinker://4"]
     lines = (tmp_path / "run" / "checkpoints.jsonl").read_text().splitlines()
     assert {line["dropped"] for line in map(json.loads, lines) if "dropped" in line} == set(rest.deleted)
+
+
+def test_an_expired_checkpoint_is_not_the_best_and_the_next_one_is(tmp_path: Path) -> None:
+    """A finished run that starts again has no later checkpoint at which it could choose again."""
+    directory = RunStorage(url=str(tmp_path)).run_directory("run")
+    rest, log = RecordingRest("tinker://4"), SimpleNamespace(values=lambda _: {2: 0.3, 4: 0.1, 6: 0.2, 8: 0.4})
+    with directory:
+        for step in (2, 4, 6, 8):
+            record = {"name": f"{step:06d}", "batch": step, "epoch": 0, "step": step, "state_path": f"tinker://{step}"}
+            append_record(directory, record)
+        append_record(directory, {"name": "best", "best": "tinker://2", "best_step": 2})
+        policy = KeepPolicy(last=None, metric="test/nll", mode="min", ttl_seconds=60)
+        for _ in range(2):
+            best = keep_checkpoints.fn(cast(Any, rest), directory, cast(Any, log), policy)
+            assert best
+            assert best.state_path == "tinker://6"
+        records = read_records(directory)
+    assert (records.best["best"], records.dropped) == ("tinker://6", {"tinker://4"})
+    assert rest.lifetimes == {"tinker://6": None, "tinker://2": 60}
 
 
 def test_compared_checkpoints_include_deleted_ones(tmp_path: Path) -> None:

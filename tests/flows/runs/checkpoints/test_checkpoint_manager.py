@@ -11,6 +11,7 @@ import pytest
 import tinker
 from engine_process import API_KEY, EngineProcess
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 from saved_weights import saved_weights
 from sft_config import sft_fields
 from tinker import types
@@ -18,9 +19,11 @@ from tinker import types
 from blocks.errors import ConfigError, ServiceError
 from flows.config.loader import load_config, validate_fields
 from flows.config.train import SftConfig
+from flows.runs.checkpoints import checkpoint_manager
 from flows.runs.result import TrainResult
 from flows.sft import sft
-from tasks.training.tracking.metrics import STEP_KEY
+from tasks.common.task import step_task
+from tasks.training.tracking.metrics import STEP_KEY, metric_values
 
 pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
 MODEL = "gsm8k-tiny"
@@ -116,7 +119,12 @@ def test_checkpoints_are_logged_models_with_the_metrics_of_their_step(parent: Tr
 def test_best_checkpoint_is_registered_once(
     parent: TrainResult, fields: dict[str, Any], mlflow_uri: str, engine_url: str
 ) -> None:
+    """A run that was killed after its final checkpoint, and before it recorded the best one, records it now."""
     client = MlflowClient(mlflow_uri)
+    worse = next(line for line in reversed(lines(parent)) if line.get("step") == 6)["state_path"]
+    others = [line for line in lines(parent) if "best" not in line]
+    stale = [*others, {"name": "best", "best": worse, "best_step": 6, "metric": "test/nll", "value": 99.0}]
+    (Path(parent.directory) / "checkpoints.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in stale))
     again = train(fields, keep_best={"metric": "test/nll"}, register_as=MODEL)
     assert again.resumed_from == 8
     (version,) = client.search_model_versions(f"name = '{MODEL}'")
@@ -140,6 +148,32 @@ def test_best_checkpoint_is_registered_once(
         prompt = types.ModelInput.from_ints([1, 2, 3])
         response = sampler.sample(prompt, num_samples=1, sampling_params=types.SamplingParams(max_tokens=2)).result()
     assert response.sequences[0].tokens
+
+
+def test_a_finished_run_applies_a_new_keep_best(parent: TrainResult, fields: dict[str, Any], mlflow_uri: str) -> None:
+    again = train(fields, keep_best={"metric": "test/nll", "mode": "max"}, register_as="gsm8k-worst")
+    values = metric_values(MlflowClient(mlflow_uri), again.mlflow_run_id, "test/nll")
+    dropped = {line["dropped"] for line in lines(parent) if "dropped" in line}
+    saved = {
+        line["step"]: line["state_path"] for line in lines(parent) if line.get("state_path", "") not in {"", *dropped}
+    }
+    worst = max(saved, key=lambda step: values[step])
+    (version,) = MlflowClient(mlflow_uri).search_model_versions("name = 'gsm8k-worst'")
+    assert version.tags["tinker.state_path"] == saved[worst]
+    assert [line for line in lines(parent) if "best" in line][-1]["best"] == saved[worst]
+
+
+def test_nothing_is_registered_if_the_best_checkpoint_is_unknown(
+    parent: TrainResult, fields: dict[str, Any], mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @step_task(name="keep")
+    def fail(*_: object) -> None:
+        raise MlflowException("the store does not respond")
+
+    monkeypatch.setattr(checkpoint_manager, "keep_checkpoints", fail)
+    with pytest.raises(ServiceError, match=r"MLflow server at .* could not be used \(the store does not respond\)"):
+        train(fields, keep_best={"metric": "test/nll"}, register_as="unknown")
+    assert not MlflowClient(mlflow_uri).search_model_versions("name = 'unknown'")
 
 
 def test_fork_continues_its_parent_and_records_it(
