@@ -35,7 +35,7 @@ from flows.runs.result import EndReasons, TrainResult, finish
 from flows.runs.run import Run
 from flows.runs.start.config_record import keep_recorded_conventions
 from flows.runs.start.contents import open_contents
-from flows.runs.start.resume import origin_step, resolve_start
+from flows.runs.start.resume import origin_step, resolve_start, restore_metrics
 from flows.runs.teachers import open_reference
 from flows.runs.tracking.lineage import data_assets
 from flows.runs.tracking.prompts import register_prompts
@@ -145,6 +145,7 @@ class Trainer:
         self.start = resolve_start(run, config, schedule.steps_per_epoch, schedule.num_steps)
         self.first_step = step_of(self.start) if self.start else 0
         self.schedule = schedule = replace(schedule, first=origin_step(run.directory))
+        restore_metrics(run, self.start, schedule.num_steps)
         run.log.file = MetricsFile(run.directory, self.first_step)
         run.log.starts_over = self.start is None or self.start.has("parent")  # no checkpoint of its own
         self.contents = open_contents(run, config, objective, source, self.start)

@@ -33,6 +33,7 @@ from flows.runs.checkpoints.approval import ApprovalRequest, read_approval
 from flows.runs.checkpoints.checkpoint_refs import checkpoint_key
 from flows.runs.checkpoints.promotion import Measurement, describe_difference, find_rejection
 from flows.runs.run import Run
+from flows.runs.start.resume import origin_step
 from tasks.common.assets import materialize
 from tasks.common.service_errors import service_errors
 from tasks.common.task import call
@@ -257,9 +258,9 @@ class Checkpoints:
         metric, step = PromoteIf.parse(self._config.promote_if).metric, step_of(record)
         self._run.log.flush()
         values, stored = self._run.log.values(metric), read_batch_values(self._run.directory)
-        first_evaluation = min(values, default=0)
         checkpoint, baseline = (
-            Measurement(values.get(at), stored.get(at, {}).get(metric)) for at in (step, first_evaluation)
+            Measurement(values.get(at), stored.get(at, {}).get(metric))
+            for at in (step, origin_step(self._run.directory))
         )
         selected_by = self._policy.metric
         num = max(count_candidates(self._run.directory, self._run.log.values(selected_by)), 1) if selected_by else 1

@@ -16,11 +16,13 @@ from blocks.errors import ConfigError
 from blocks.storage import RunDirectory
 from blocks.terminal import print_notice
 from flows.config.train import TrainConfig
+from flows.monitoring.run_tags import note_warning
 from flows.runs.run import Run
 from flows.runs.start.cookbook_compat import cookbook_step
 from flows.runs.start.fork import check_model, named_origin
 from tasks.common.service_errors import service_errors
 from tasks.training.checkpoints import append_record, resumable, step_of
+from tasks.training.tracking.metrics_file import read_metrics
 
 
 def resolve_start(run: Run, config: TrainConfig, steps_per_epoch: int, num_steps: int) -> CheckpointRecord | None:
@@ -43,6 +45,33 @@ def resolve_start(run: Run, config: TrainConfig, steps_per_epoch: int, num_steps
         _check_origin(run, config, start, num_steps)
         return _record_origin(run, config, start, steps_per_epoch)
     return start
+
+
+def restore_metrics(run: Run, start: CheckpointRecord | None, num_steps: int) -> None:
+    """Copy the metrics of earlier steps to the MLflow run if its tracking store is new to the run, with a warning.
+
+    `keep_best`, `promote_if` and the report compare all steps. The run logs the step of its checkpoint again, unless it
+    is finished.
+
+    Raises:
+        ServiceError: MLflow did not store the metrics.
+    """
+    if start is None or start.get("mlflow_run_id", run.log.run_id) == run.log.run_id:
+        return
+    stop = step_of(start) + (step_of(start) == num_steps)
+    steps = read_metrics(run.directory)
+    missing = [step for step in sorted(steps) if step < stop and not run.log.has_logged(step)]
+    if not missing:
+        return
+    for step in missing:
+        run.log.log(step, steps[step])
+    run.log.flush()
+    text = (
+        f"The tracking store does not have the MLflow run {start.extra['mlflow_run_id']}, to which this run logged "
+        f"before. It goes on in another MLflow run, with the earlier metrics from metrics.jsonl, but without the "
+        "earlier tags, artifacts and logged models."
+    )
+    note_warning(run.log, "other_mlflow_run", text)
 
 
 def origin_step(directory: RunDirectory) -> int:

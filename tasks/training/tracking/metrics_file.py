@@ -11,6 +11,7 @@ from typing import Any
 from blocks.errors import StorageError
 from blocks.storage import RunDirectory
 from tasks.common.jsonl import read_jsonl
+from tasks.training.tracking.metric_names import logged_name
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -87,6 +88,21 @@ class MetricsFile:
             if lines != content:
                 self._directory.write_bytes(METRICS_NAME, lines)
         self._is_cut = True
+
+
+def read_metrics(directory: RunDirectory) -> dict[int, dict[str, float]]:
+    """Read the metrics of each step, by their names in MLflow; empty without the file.
+
+    Lines of tinker-cookbook may have other names, and values that are no numbers, which are left out.
+    """
+    return {
+        int(line["step"]): {
+            logged_name(key): float(value)
+            for key, value in line.items()
+            if key != "step" and isinstance(value, int | float)
+        }
+        for line in read_jsonl(directory, METRICS_NAME, _with_step)
+    }
 
 
 def _with_step(line: dict[str, Any]) -> dict[str, Any]:

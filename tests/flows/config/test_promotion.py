@@ -160,6 +160,13 @@ class TestRuns:
         assert sorted(point.step for point in points) == [2, 4]
         assert fork.not_promoted == ""
 
+    def test_a_later_evaluation_is_no_baseline(self, rejected_run: TrainResult, fields: dict[str, Any]) -> None:
+        """Without `promote_if`, a fork evaluates its first weights only if they are due."""
+        late = {"run_name": "late", "resume": "gate@2"}
+        train(fields, **late, register_as=None)
+        again = train(fields, **late, promote_if="test/nll <= baseline")
+        assert "promote_if requires test/nll, but its baseline was not measured" in again.not_promoted
+
     def test_unmeasured_metric_fails_before_the_first_step(self, fields: dict[str, Any]) -> None:
         with pytest.raises(
             ConfigError, match=r"requires test/accuracy, which no evaluation measures; use one of test/bi"

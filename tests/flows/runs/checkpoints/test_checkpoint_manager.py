@@ -12,6 +12,7 @@ import tinker
 from engine_process import API_KEY, EngineProcess
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from mlflow_store import new_store
 from saved_weights import saved_weights
 from sft_config import sft_fields
 from tinker import types
@@ -174,6 +175,38 @@ def test_nothing_is_registered_if_the_best_checkpoint_is_unknown(
     with pytest.raises(ServiceError, match=r"MLflow server at .* could not be used \(the store does not respond\)"):
         train(fields, keep_best={"metric": "test/nll"}, register_as="unknown")
     assert not MlflowClient(mlflow_uri).search_model_versions("name = 'unknown'")
+
+
+def test_another_tracking_store_has_the_earlier_metrics(fields: dict[str, Any], tmp_path: Path) -> None:
+    """The best checkpoint and the baseline of a resumed run are those of an uninterrupted one."""
+    changes = {
+        "run_name": "moved",
+        "keep_last": 2,
+        "keep_best": {"metric": "test/nll", "mode": "max"},
+        "register_as": "moved",
+        "promote_if": "test/nll < 2 * baseline",
+    }
+    before = train(fields, **changes)
+    path = Path(before.directory) / "checkpoints.jsonl"
+    whole = lines(before)
+    best = [line for line in whole if "best" in line][-1]
+    assert best["best_step"] < 6
+    (end,) = [number for number, line in enumerate(whole) if line.get("step") == 8]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in whole[:end]))  # as if killed after step 6
+    for resumed_from in (6, 8):
+        folder = tmp_path / f"tracking-{resumed_from}"
+        folder.mkdir()
+        again = train(fields, **changes, tracking=new_store(folder))
+        assert again.resumed_from == resumed_from
+        assert again.not_promoted == ""
+        assert [line for line in lines(again) if "best" in line][-1] == best
+        client = MlflowClient(again.tracking_uri)
+        for key in ("test/nll", "loss/total", "optim/lr"):
+            history = {point.step: point.value for point in client.get_metric_history(again.mlflow_run_id, key)}
+            assert history == metric_values(MlflowClient(before.tracking_uri), before.mlflow_run_id, key)
+        (version,) = client.search_model_versions("name = 'moved'")
+        assert version.tags["tinker.state_path"] == best["best"]
+        assert any("goes on in another MLflow run" in warning for warning in again.warnings)
 
 
 def test_fork_continues_its_parent_and_records_it(
