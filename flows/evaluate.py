@@ -272,8 +272,8 @@ def _evaluate(
     _note_stop(config, log, checkpoint.step, ledger)
     differences = _differences(measured.scores, of_baseline.scores)
     note_evaluation(log, measured)
-    if not (measured.skipped or ledger.stopped):
-        check_measured(config.promote_if, measured.metrics)
+    if config.promote_if and not (measured.skipped or ledger.stopped):
+        check_measured("promote_if", PromoteIf.parse(config.promote_if).metric, measured.metrics)
     with_prefix = {f"baseline/{key}": value for key, value in of_baseline.metrics.items()}
     cost = ledger.metrics()
     log.log(checkpoint.step, measured.metrics | with_prefix | differences | cost)

@@ -149,14 +149,14 @@ def check_confidence(promote_if: str | None, confidence: float | None) -> None:
         )
 
 
-def check_measured(promote_if: str | None, metrics: Mapping[str, float]) -> None:
-    """Check that the evaluations measure the metric of `promote_if`.
+def check_measured(field: str, metric: str, metrics: Mapping[str, float]) -> None:
+    """Check that the evaluations measure the metric that a config field names.
 
     Raises:
         ConfigError: No evaluation measures the metric.
     """
-    if promote_if and (metric := PromoteIf.parse(promote_if).metric) not in metrics:
+    if metric not in metrics:
         raise ConfigError(
-            f"promote_if requires {metric}, which no evaluation measures; use one of {', '.join(sorted(metrics))}, or "
+            f"{field} requires {metric}, which no evaluation measures; use one of {', '.join(sorted(metrics))}, or "
             "add the evaluator that measures it."
         )

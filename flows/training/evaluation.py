@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import cast
 
 from tinker_cookbook.eval.evaluators import Evaluator
 
 from blocks.terminal import print_notice
-from flows.config.promotion import check_measured
+from flows.config.promotion import PromoteIf, check_measured
 from flows.config.train import TrainConfig
 from flows.monitoring.interrupts import StopRequest
 from flows.monitoring.run_tags import note_evaluation, note_warning
@@ -31,6 +31,7 @@ from tasks.training.examples import append_examples, data_completions, example_i
 from tasks.training.held_out import EvaluatedBatch, HeldOutData, HeldOutTerms, append_batch_values, measure_held_out
 from tasks.training.reference import Reference
 from tasks.training.terms import TaskTermExecutor
+from tasks.training.tracking.metric_names import logged_name
 
 
 class Evaluation:
@@ -65,6 +66,7 @@ class Evaluation:
         self._executor, self._guard, self._ledger = executor, guard, ledger
         self._examples = open_examples(run, config, evaluators)
         self._examples_s = 0.0
+        self._is_checked = False
 
     def close(self) -> None:
         """Stop sampling examples."""
@@ -78,7 +80,7 @@ class Evaluation:
             stop: skips the terms and examples after a request to stop, because a resumed run evaluates again.
 
         Raises:
-            ConfigError: `promote_if` names a metric that the evaluation does not have.
+            ConfigError: `promote_if` or `keep_best` names a metric that the evaluation does not have.
         """
         often, rarely = self._schedule.evaluates_often_before(step), self._schedule.evaluates_rarely_before(step)
         if not (often or rarely):
@@ -108,7 +110,7 @@ class Evaluation:
         if self._examples_s:
             metrics["time/examples"], self._examples_s = self._examples_s, 0.0
         if not result.skipped and often and (rarely or not self._schedule.evaluates_rarely):
-            check_measured(self._config.promote_if, metrics)
+            self._check_measured(metrics, terms)
         return metrics
 
     def num_tokens(self, step: int) -> int:
@@ -128,6 +130,18 @@ class Evaluation:
         """Return whether evaluations sample tokens: for the report's examples, or for evaluators with own answers."""
         others = [entry for entry in self._evaluators if not isinstance(entry, HeldOutNLL | HeldOutPairs)]
         return bool(self._examples or others) and bool(self._schedule.evaluations())
+
+    def _check_measured(self, metrics: Mapping[str, float], terms: HeldOutTerms) -> None:
+        """Check the metric of `promote_if` and, after the first complete evaluation, that of `keep_best`.
+
+        A later checkpoint without a value is not the best one.
+        """
+        if self._config.promote_if:
+            check_measured("promote_if", PromoteIf.parse(self._config.promote_if).metric, metrics)
+        best = self._config.keep_best
+        if best and best.metric.startswith("test/") and not (self._is_checked or terms.failed):
+            check_measured("keep_best", logged_name(best.metric), metrics)
+        self._is_checked = True
 
     def _measure_held_out(self, step: int) -> HeldOutTerms:
         """Measure the terms on the held-out data of this evaluation; before and after training, also store examples.

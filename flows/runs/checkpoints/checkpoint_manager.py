@@ -24,9 +24,11 @@ from flows.monitoring.run_tags import (
     APPROVAL_TAG,
     forget_approval,
     forget_rejection,
+    forget_warning,
     note_difference,
     note_pending_approval,
     note_rejection,
+    note_warning,
 )
 from flows.runs.blocks import tracking_of
 from flows.runs.checkpoints.approval import ApprovalRequest, read_approval
@@ -55,6 +57,7 @@ from tasks.training.tracking.model_registry import Promotion, promote_from
 
 # After an error, the service may not respond: leaving the context then waits for a pending save at most this long.
 LAST_WAIT_S = 10.0
+_NO_BEST = "no_best"
 # Metrics in the metadata of a checkpoint's asset.
 _SHOWN_METRICS = ("loss/total", "train_mean_nll", "test/nll", "test/accuracy", "env/all/reward/total")
 
@@ -153,7 +156,9 @@ class Checkpoints:
         assert last is not None
         if name := self._config.register_as:
             with tracking_of(self._config).failures():
-                candidate = self._keep() or last
+                best = self._keep()
+            self._warn_without_best(best)
+            candidate = best or last
             self._run.directory.check_writer()
             self.rejection = self._rejection(candidate) or self._refusal(name, candidate)
             if self.approval_request:
@@ -202,6 +207,17 @@ class Checkpoints:
         if not (self._policy.last or self._policy.metric):
             return None
         return call(keep_checkpoints, self._rest, self._run.directory, self._run.log, self._policy)
+
+    def _warn_without_best(self, best: CheckpointRecord | None) -> None:
+        """Warn that `keep_best` selected no checkpoint for `register_as`; remove the warning of an earlier start."""
+        if not self._policy.metric or best:
+            forget_warning(self._run.log, _NO_BEST)
+            return
+        text = (
+            f"No checkpoint has a value of keep_best.metric, {self._policy.metric}, so register_as takes the final "
+            "checkpoint: set it to a metric that is measured at the steps of checkpoints."
+        )
+        note_warning(self._run.log, _NO_BEST, text)
 
     def _emit(self, record: CheckpointRecord) -> None:
         """Emit the event of a new checkpoint, with the settings that a receiver needs to find it."""

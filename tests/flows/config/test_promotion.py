@@ -167,11 +167,16 @@ class TestRuns:
         again = train(fields, **late, promote_if="test/nll <= baseline")
         assert "promote_if requires test/nll, but its baseline was not measured" in again.not_promoted
 
-    def test_unmeasured_metric_fails_before_the_first_step(self, fields: dict[str, Any]) -> None:
+    @pytest.mark.parametrize(
+        ("field", "value"), [("promote_if", "test/accuracy > 0.5"), ("keep_best", {"metric": "test/accuracy"})]
+    )
+    def test_unmeasured_metric_fails_before_the_first_step(
+        self, fields: dict[str, Any], field: str, value: object
+    ) -> None:
         with pytest.raises(
-            ConfigError, match=r"requires test/accuracy, which no evaluation measures; use one of test/bi"
+            ConfigError, match=rf"{field} requires test/accuracy, which no evaluation measures; use one of test/bi"
         ):
-            train(fields, run_name="typo", promote_if="test/accuracy > 0.5")
+            train(fields, run_name="typo", **{field: value})
 
 
 def train(fields: dict[str, Any], **changes: object) -> TrainResult:

@@ -152,7 +152,12 @@ def test_best_checkpoint_is_registered_once(
 
 
 def test_a_finished_run_applies_a_new_keep_best(parent: TrainResult, fields: dict[str, Any], mlflow_uri: str) -> None:
+    unmeasured = train(fields, keep_best={"metric": "test/nil"}, register_as="gsm8k-unmeasured")
+    assert any("No checkpoint has a value of keep_best.metric, test/nil" in text for text in unmeasured.warnings)
+    (version,) = MlflowClient(mlflow_uri).search_model_versions("name = 'gsm8k-unmeasured'")
+    assert version.tags["tinker.state_path"] == parent.state_path
     again = train(fields, keep_best={"metric": "test/nll", "mode": "max"}, register_as="gsm8k-worst")
+    assert not any("keep_best" in text for text in again.warnings)
     values = metric_values(MlflowClient(mlflow_uri), again.mlflow_run_id, "test/nll")
     dropped = {line["dropped"] for line in lines(parent) if "dropped" in line}
     saved = {
