@@ -241,7 +241,7 @@ def item_key(item: Item[TeacherInput]) -> str:
     The position of a given sequence differs between epochs.
     """
     if isinstance(item.value, tinker.Datum):
-        targets = item.value.loss_fn_inputs["target_tokens"].to_numpy().tobytes()
-        digest = hashlib.sha256(item.value.model_input.model_dump_json().encode() + targets).hexdigest()
+        inputs = (item.value.loss_fn_inputs[name].to_numpy().tobytes() for name in ("target_tokens", "weights"))
+        digest = hashlib.sha256(item.value.model_input.model_dump_json().encode() + b"".join(inputs)).hexdigest()
         return f"{item.dataset}/{digest}"
     return f"{item.dataset}/{item.position}"

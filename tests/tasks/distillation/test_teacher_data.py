@@ -15,7 +15,7 @@ from tinker_cookbook.supervised.types import SupervisedDataset
 from blocks import RunStorage
 from blocks.errors import ConfigError
 from engine.tiny import byte_tokenizer
-from objectives.batch import Batch
+from objectives.batch import Batch, unpack
 from tasks.common.task import inline_tasks
 from tasks.distillation.mixture import Mixture
 from tasks.distillation.prompts import PromptGroup, Prompts
@@ -108,6 +108,12 @@ def test_rows_without_a_trained_token_are_left_out(tmp_path: Path, top_k: int) -
         assert warning.startswith("1 of the 2 sequences of step 0 have no trained token")
         assert (batch.num_datums, batch.labels_D["dataset"].tolist()) == (1, [0])
         assert float(batch.weights_DT.sum()) == pytest.approx(1.0)
+
+
+def test_rows_with_the_same_tokens_keep_their_own_weights(tmp_path: Path) -> None:
+    rows = Rows(hard_datum([5, 6, 7], [0.0, 1.0, 0.0]), hard_datum([5, 6, 7], [0.0, 0.0, 1.0]))
+    batch = load_batch(open_source(tmp_path, rows, top_k=0))
+    assert [weights.tolist() for weights in unpack(batch.weights_DT, batch.offsets_D)] == [[1.0, 0.0], [0.0, 1.0]]
 
 
 def test_a_step_without_a_trained_token_is_an_error(tmp_path: Path) -> None:
