@@ -351,8 +351,8 @@ def _raise_on_exit(process: subprocess.Popen[bytes], log: Path) -> Iterator[None
     def check(*_: object) -> None:
         if process.poll() is not None:
             raise ServiceLostError(
-                f"The local engine exited during the run (status {process.returncode}, log: {log}): "
-                "run the same command again; it resumes from the last checkpoint."
+                f"The local engine exited during the run (status {process.returncode}, log: {log}): the same command "
+                "resumes the run from its last checkpoint, if it does not restart by itself."
             )
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread can have signal handlers
