@@ -22,6 +22,15 @@ class NotFiniteError(ObjectiveError):
     """NaN or infinite value or gradient; the message is one sentence for the user."""
 
 
+def exit_call(error: SystemExit) -> str:
+    """Return the call that raised an error.
+
+    >>> exit_call(SystemExit()), exit_call(SystemExit(3))
+    ('sys.exit()', 'sys.exit(3)')
+    """
+    return f"sys.exit({'' if error.code is None else repr(error.code)})"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a question about the known name that is closest to a misspelled one; empty if none is close.
 

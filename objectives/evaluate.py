@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from objectives.batch import TOPK, Batch, Outputs
-from objectives.errors import NotFiniteError, ObjectiveError
+from objectives.errors import NotFiniteError, ObjectiveError, exit_call
 from objectives.estimators import ESTIMATORS, choose_estimator, num_compared, num_prompts
 from objectives.event_loop import wait_for
 from objectives.gradients.diagnostics import ROW_METRICS, all_finite
@@ -80,7 +80,7 @@ def prepare_features(regularizer: Regularizer, batch: Batch) -> object:
         features = _call(regularizer, prepare, own)
         _check_unchanged(changed(own))
         return features
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise failure(regularizer, "preparing", error) from error
 
 
@@ -149,7 +149,7 @@ def _differentiate(
             metrics["trained_prompts"] = num_compared(batch, value.detach()) / num_prompts(batch)
         if total.requires_grad:
             (gradient_DT,) = torch.autograd.grad(total, logprobs_DT, allow_unused=True)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise failure(regularizer, "evaluating", error) from error
     if gradient_DT is None:
         gradient_DT = torch.zeros_like(logprobs_DT, requires_grad=False)
@@ -299,17 +299,19 @@ def _check_finite(name: str, value: float, gradient_DT: Tensor) -> None:
         )
 
 
-def failure(regularizer: Regularizer, doing: str, error: Exception) -> ObjectiveError:
+def failure(regularizer: Regularizer, doing: str, error: Exception | SystemExit) -> ObjectiveError:
     """Return an error whose message is one sentence with the term's name and the reason."""
     reason = str(error)
-    if not isinstance(error, ObjectiveError):
+    if isinstance(error, SystemExit):
+        reason = f"it called {exit_call(error)}{_place(error)}"
+    elif not isinstance(error, ObjectiveError):
         reason = f"it raised {type(error).__name__}: {reason.rstrip('.')}{_place(error)}"
     is_fatal = regularizer.name != BASE and regularizer.on_error == "raise"
     hint = " (set on_error='skip' to continue without it)" if is_fatal else ""
     return ObjectiveError(f"Term {regularizer.name!r} failed {doing}: {' '.join(reason.split()).rstrip('.')}{hint}.")
 
 
-def _place(error: Exception) -> str:
+def _place(error: Exception | SystemExit) -> str:
     """Return the innermost line of the user's own code in the traceback of an error; empty if it has none."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [

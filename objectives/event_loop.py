@@ -10,7 +10,7 @@ from contextlib import closing
 from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
 
-from objectives.errors import ObjectiveError
+from objectives.errors import ObjectiveError, exit_call
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -42,8 +42,8 @@ class TermLoop:
         """Await an object on the loop, from any other thread.
 
         Raises:
-            ObjectiveError: the time limit was exceeded; the awaitable is cancelled, or abandoned if a coroutine blocks
-                the loop.
+            ObjectiveError: the awaitable called ``sys.exit``; or the time limit was exceeded, and the awaitable is
+                cancelled, or abandoned if a coroutine blocks the loop.
         """
         loop = self._start()
         future = asyncio.run_coroutine_threadsafe(_within(awaitable, timeout_s), loop)
@@ -129,6 +129,8 @@ async def _within(awaitable: Awaitable[T], timeout_s: float | None) -> T:
     try:
         async with timeout:
             return await awaitable
+    except SystemExit as error:  # would end the loop, for which the caller would wait forever
+        raise ObjectiveError(f"it called {exit_call(error)}") from error
     except TimeoutError:
         if not timeout.expired():  # raised by the awaitable itself
             raise

@@ -18,13 +18,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
-from blocks.errors import ExplainedInterrupt, TinkerFlowsError, traceback_is_requested
+from blocks.errors import ConfigError, ExplainedInterrupt, TinkerFlowsError, traceback_is_requested
 from blocks.garbage_collection import no_collections
 from blocks.prefect_errors import check_prefect_url, prefect_failures
 from blocks.servers.processes import PrefectServer, running_prefect_server, starting_prefect_server
 from blocks.terminal import escape_terminal, print_notice
 from objectives.config.import_path import import_path
-from objectives.errors import ObjectiveError
+from objectives.errors import ObjectiveError, exit_call
 
 if TYPE_CHECKING:
     from prefect import Flow, State
@@ -263,6 +263,7 @@ def _delivered(flow: Flow[..., R], config: Config) -> State[R]:
     """Run a flow and deliver its events, also after Ctrl-C, while its server is up.
 
     Raises:
+        ConfigError: Code inside the flow called `sys.exit`, whose status could be that of success.
         ServiceError: The Prefect server is not usable.
     """
     from flows.monitoring.drain import deliver_events
@@ -272,6 +273,10 @@ def _delivered(flow: Flow[..., R], config: Config) -> State[R]:
     try:
         with heartbeats(), prefect_failures(remedy):  # the flow's own errors are in its state
             return cast("State[R]", flow(config, return_state=True))
+    except SystemExit as error:
+        raise ConfigError(
+            f"Code that the config names called {exit_call(error)}, which ended the run: raise an error there instead."
+        ) from error
     finally:
         deliver_events()
 

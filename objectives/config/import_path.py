@@ -12,7 +12,7 @@ from typing import Any
 
 from objectives.config.aliases import current_path
 from objectives.config.import_policy import NotAllowedError, check_function, check_module, check_object
-from objectives.errors import ObjectiveError
+from objectives.errors import ObjectiveError, exit_call
 
 
 def import_path(path: str) -> object:
@@ -22,7 +22,7 @@ def import_path(path: str) -> object:
 
     Raises:
         NotAllowedError: the config of a deployment may not import from the module.
-        ImportError: the path has no module, the module does not exist, or it has no such name.
+        ImportError: the path has no module, the module does not exist or calls ``sys.exit``, or it has no such name.
         Exception: whatever the module raises while it is imported.
 
     >>> import_path("math:sqrt")(9.0)
@@ -32,7 +32,10 @@ def import_path(path: str) -> object:
     if not module_name or not name:
         raise ImportError(f"{path!r} is not an import path: write package.module:name.")
     check_module(module_name, path)
-    module = importlib.import_module(module_name)
+    try:
+        module = importlib.import_module(module_name)
+    except SystemExit as error:
+        raise ImportError(f"module {module_name!r} calls {exit_call(error)} while it is imported") from error
     try:
         value = getattr(module, name)
     except AttributeError:

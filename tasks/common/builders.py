@@ -70,7 +70,7 @@ def build(
         ) from error
     except ConfigError:
         raise
-    except Exception as error:  # third-party code: any error concerns its data
+    except (Exception, SystemExit) as error:  # third-party code: any error concerns its data
         if refusal := _refusal(error):
             raise ConfigError(f"{field}.params: {refusal}") from error
         if isinstance(error, json.JSONDecodeError) and (file := _marked_file(params)):
@@ -101,13 +101,13 @@ def data_errors(what: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise StorageError(f"{_unreadable(what, error)}: check the files or the network of its data source.") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{_unreadable(what, error)}: check the parameters and the rows of its data source."
         ) from error
 
 
-def _unreadable(what: str, error: Exception) -> str:
+def _unreadable(what: str, error: BaseException) -> str:
     return f"{what} could not be read ({type(error).__name__}: {one_line(error).rstrip('.')})"
 
 
@@ -216,7 +216,7 @@ def _missing_extra(error: BaseException | None) -> str:
     return ""
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """Message of an error on one line, shortened to 300 characters."""
     return " ".join(str(error).split())[:300]
 

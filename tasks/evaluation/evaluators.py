@@ -329,7 +329,7 @@ def build_evaluator(
             evaluator = evaluator()
     except TinkerFlowsError:
         raise
-    except Exception as error:  # third-party code called with the user's parameters
+    except (Exception, SystemExit) as error:  # third-party code called with the user's parameters
         raise ConfigError(
             f"The evaluator {builder} could not be built ({type(error).__name__}: {error}): check evaluators.params."
         ) from error
@@ -474,7 +474,7 @@ async def _run_configured(
             _add_metrics(result, await run(entry.evaluator), entry.name)
         except TinkerFlowsError:
             raise
-        except Exception as error:  # third-party code
+        except (Exception, SystemExit) as error:  # third-party code
             if _is_of_the_sdk(error):
                 with service_errors(f"run the evaluator {entry.name}"):
                     raise
@@ -490,7 +490,7 @@ async def _run_configured(
         result.skipped[entry.key] = str(error)
 
 
-def _is_of_the_sdk(error: Exception) -> bool:
+def _is_of_the_sdk(error: BaseException) -> bool:
     """Return whether an error comes from the Tinker SDK and not from the code that uses the SDK."""
     modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
     raised_in_sdk = any(module.partition(".")[0] == "tinker" for module in modules)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -205,6 +206,8 @@ def raising():
             "failed evaluating: it raised RuntimeError: no connection to the knowledge base (test_evaluate.py, line "
             f"{raising.__code__.co_firstlineno + 1}) (set on_error='skip'",
         ),
+        (lambda o, b: sys.exit(), {}, "failed evaluating: it called sys.exit() (test_evaluate.py, line "),
+        (lambda o, b: sys.exit("no key."), {}, "failed evaluating: it called sys.exit('no key.') (test_evaluate.py"),
         (lambda o, b: None, {}, "it returned NoneType instead of numbers"),
         (lambda o, b: (o.logprobs_DT, 1.0), {}, "it returned tuple instead of numbers"),
         (lambda o, b: {"a": 1}, {}, "it returned dict instead of numbers"),
@@ -273,16 +276,19 @@ def test_the_fix_of_a_wrong_shape_fits_it(shape, reduction, fix):
     assert str(error.value).endswith(f"with the reduction {reduction!r}; {fix}")
 
 
-def test_a_failing_prepare_raises_with_the_term_name():
+@pytest.mark.parametrize(
+    ("error", "message"), [(OSError("disk"), "it raised OSError: disk"), (SystemExit(0), r"it called sys\.exit\(0\)")]
+)
+def test_a_failing_prepare_raises_with_the_term_name(error, message):
     def look_up(batch):
-        raise OSError("disk")
+        raise error
 
     @regularizer("test_prepared", "scored", prepare=look_up)
     def term(outputs, batch):
         return batch.features
 
     batch, outputs = make_batch([2])
-    with pytest.raises(ObjectiveError, match="Term 'test_prepared' failed preparing: it raised OSError: disk"):
+    with pytest.raises(ObjectiveError, match=f"Term 'test_prepared' failed preparing: {message}"):
         prepare_features(bind(term), batch)
     with pytest.raises(ObjectiveError, match="needs prepared features, but the batch has none"):
         evaluate_term(bind(term), outputs, batch, first_step=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import replace
@@ -82,6 +83,18 @@ def test_two_objectives_do_not_share_a_loop():
     objectives[0].runner.close()
     assert [thread.is_alive() for thread in threads] == [False, True]
     objectives[1].runner.close()
+
+
+def test_an_exit_leaves_the_loop_running():
+    async def leave() -> None:
+        sys.exit(3)
+
+    loop = TermLoop()
+    thread = loop.wait_for(loop_thread(), None)
+    with pytest.raises(ObjectiveError, match=r"^it called sys\.exit\(3\)$"):
+        loop.wait_for(leave(), 5)
+    assert loop.wait_for(loop_thread(), None) is thread
+    loop.close()
 
 
 def test_a_blocked_loop_ends_when_it_is_no_longer_blocked():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import broken_terms  # noqa: F401  # registers its terms
 import pytest
 import yaml
 from mlflow import MlflowClient
+from prefect import flow
 from prefect.client.orchestration import get_client
 from sft_config import sft_fields
 
+from blocks.errors import ConfigError
 from flows.config.train import SftConfig
-from flows.runs.cli import main
+from flows.runs.cli import main, run
 from flows.sft import sft
 
 Fields = dict[str, Any]
@@ -181,6 +184,15 @@ def test_unreadable_config(tmp_path: Path) -> None:
     for path, expected in ((tmp_path / "absent.yaml", "could not be read"), (broken, "is not valid YAML")):
         with pytest.raises(SystemExit, match=expected):
             main("flows.sft:sft", "flows.config.train:SftConfig", None, argv=["--config", str(path)])
+
+
+def test_an_exit_inside_a_flow_is_an_error(tmp_path: Path) -> None:
+    @flow(validate_parameters=False)
+    def leaving(config: SftConfig) -> None:
+        sys.exit()
+
+    with pytest.raises(ConfigError, match=r"^Code that the config names called sys\.exit\(\)"):
+        run(leaving, SftConfig.model_validate(sft_fields(tmp_path, "r", "")))
 
 
 def test_failing_terms_are_skipped(

@@ -99,9 +99,14 @@ def test_deployments_import_terms_only_from_allowed_modules(package: str, monkey
         ("objectives.term:nothing", "ImportError"),
         ("objectives.term:regularizer", "is of type function, not a term"),
         (":x", "could not be imported"),
+        ("leaving:x", r"ImportError: module 'leaving' calls sys\.exit\(2\) while it is imported\); correct the path"),
     ],
 )
-def test_a_wrong_import_path_raises_one_sentence(path: str, message: str) -> None:
+def test_a_wrong_import_path_raises_one_sentence(
+    path: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leaving.py").write_text("raise SystemExit(2)")
+    monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ObjectiveError, match=message) as error:
         find_term(path)
     assert "\n" not in str(error.value)

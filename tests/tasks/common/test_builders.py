@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from blocks.errors import ConfigError
 from blocks.servers.processes import free_port
 from blocks.storage import RunDirectory
 from engine.tiny import byte_tokenizer
-from tasks.common.builders import build, takes
+from tasks.common.builders import build, data_errors, takes
 from tasks.rl.rollout_source import build_environments
 
 TOKENIZER: Any = byte_tokenizer()
@@ -42,6 +43,13 @@ class Filtered(Source):
 class Mixture:
     sources: list[Source]
     weights: tuple[float, ...] = ()
+
+
+@chz.chz
+class Leaving:
+    @chz.init_property
+    def key(self) -> str:
+        sys.exit("no key")
 
 
 @chz.chz
@@ -104,6 +112,13 @@ def test_wrong_items_of_lists_are_reported() -> None:
         made("Mixture", sources=[{"path": "a"}, {}])
     with pytest.raises(ConfigError, match=r"names\.1"):
         made("Everything", mixtures=[], names=["a", 3])
+
+
+def test_an_exit_of_a_builder_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"The data source .* could not be read \(SystemExit: no key\): check"):
+        made("Leaving")
+    with pytest.raises(ConfigError, match=r"Batch 3 could not be read \(SystemExit: 3\)"), data_errors("Batch 3"):
+        sys.exit(3)
 
 
 def test_parameters_that_a_builder_takes_from_the_run() -> None:

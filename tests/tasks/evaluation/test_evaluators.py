@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import sys
 
 import pytest
 import tinker
@@ -50,6 +51,8 @@ class Evaluator(SamplingClientEvaluator):
             raise ValueError("no final number in the answer")
         if self.error == "key":
             raise KeyError("answer")
+        if self.error == "exit":
+            sys.exit(3)
         return self.metrics  # pyright: ignore[reportReturnType]
 
 
@@ -95,6 +98,7 @@ def test_metrics_reach_mlflow(mlflow_log: MetricsLog) -> None:
     ("entry", "message"),
     [
         ({"error": "value"}, r"The evaluator .*:Evaluator \(evaluators\.0\) failed \(ValueError: no final number"),
+        ({"error": "exit"}, r"failed \(SystemExit: 3\): fix it"),
         ({"error": "key"}, r"failed \(KeyError: 'answer'\): fix it, or set its on_error to 'skip'"),
         ({"metrics": {"a": [1]}}, r"Evaluator \(evaluators\.0\) returned a list as the metric 'a': return a number or"),
         ({"metrics": {"a": None}}, "returned a NoneType as the metric 'a'"),
