@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,6 +30,13 @@ from tasks.common.tokenizers import lock_tokenizers
 
 # Extras of this project by the package that they install.
 _EXTRAS = {"textarena": "arena", "reasoning_gym": "gym", "inspect_ai": "inspect"}
+
+# Error of chz; it names the type as `module.Enum | None` or `module:Enum`.
+_ENUM_ERROR = re.compile(
+    r"argument (?P<value>.+?) provided for param '(?P<name>[^']+)'.*?Could not cast .+? to "
+    r"(?P<module>[\w.]+)[.:](?P<kind>\w+)",
+    re.DOTALL,
+)
 
 _INTERFACES = {
     "comparisons": ComparisonDatasetBuilder,
@@ -73,6 +83,8 @@ def build(
     except (Exception, SystemExit) as error:  # third-party code: any error concerns its data
         if refusal := _refusal(error):
             raise ConfigError(f"{field}.params: {refusal}") from error
+        if wrong := _wrong_enum_value(error):
+            raise ConfigError(f"{field}.params.{wrong}.") from error
         if isinstance(error, json.JSONDecodeError) and (file := _marked_file(params)):
             raise ConfigError(
                 f"The data file {file} starts with a byte order mark, which {builder} does not read: save it as UTF-8 "
@@ -127,10 +139,10 @@ def takes(field: str, builder: str, params: Mapping[str, Any], name: str) -> boo
         return False
     try:
         blueprint.apply({f"...{name}": None}, strict=True)
-    except ExtraneousBlueprintArg:
-        return False
     except TypeError:  # None is of another type than the parameter
         return True
+    except Exception:  # noqa: BLE001  # there is no such parameter, or `build` reports the error
+        return False
     return True
 
 
@@ -194,6 +206,15 @@ def _refusal(error: BaseException | None) -> NotAllowedError | None:
     while error is not None and not isinstance(error, NotAllowedError):
         error = error.__cause__ or error.__context__
     return error
+
+
+def _wrong_enum_value(error: BaseException) -> str:
+    """Return a clause with the value that an enum of the builder lacks and its values; empty for another error."""
+    match = _ENUM_ERROR.search(str(error))
+    kind = getattr(sys.modules.get(match["module"]), match["kind"], None) if match else None
+    if match is None or not (isinstance(kind, type) and issubclass(kind, Enum)):
+        return ""
+    return f"{match['name']} is {match['value']}: use one of {', '.join(str(member.value) for member in kind)}"
 
 
 def _marked_file(params: Mapping[str, Any]) -> Path | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,17 @@ class Leaving:
     @chz.init_property
     def key(self) -> str:
         sys.exit("no key")
+
+
+class Kind(Enum):
+    FIRST = "first"
+    LAST = "last"
+
+
+@chz.chz
+class Chosen:
+    kind: Kind
+    other: Kind | None = None
 
 
 @chz.chz
@@ -112,6 +124,14 @@ def test_wrong_items_of_lists_are_reported() -> None:
         made("Mixture", sources=[{"path": "a"}, {}])
     with pytest.raises(ConfigError, match=r"names\.1"):
         made("Everything", mixtures=[], names=["a", 3])
+
+
+@pytest.mark.parametrize(("name", "params"), [("kind", {}), ("other", {"kind": "first"})])
+def test_a_wrong_value_of_an_enum_is_answered_with_its_values(name: str, params: dict[str, str]) -> None:
+    params |= {name: "middle"}
+    with pytest.raises(ConfigError, match=rf"^data\.params\.{name} is 'middle': use one of first, last\.$"):
+        made("Chosen", **params)
+    assert not takes("data", f"{__name__}:Chosen", params, "session")
 
 
 def test_an_exit_of_a_builder_is_an_error() -> None:
