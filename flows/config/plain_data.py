@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import yaml
 
 from blocks.errors import ConfigError
 
+_TEXT, _INT, _FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float"))
 _MAX_NODES = 100_000
 MAX_DEPTH = 100
 
@@ -94,17 +96,27 @@ def check_json_values(value: Any, path: str = "") -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader that refuses integers of more than 64 bits, which JSON readers and databases do not store."""
+    """Loader that refuses integers of more than 64 bits, which JSON readers and databases do not store.
+
+    As in YAML 1.2, `010` is ten, and `1:30` is a text. In YAML 1.1, they are eight and ninety.
+    """
+
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
+        tag: str = super().resolve(kind, value, implicit)
+        return _TEXT if tag in (_INT, _FLOAT) and ":" in value else tag
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        value: int = super().construct_yaml_int(node)
+        digits = node.value.replace("_", "")
+        is_decimal = digits.lstrip("+-")[:2] not in ("0x", "0b")
+        value = int(digits) if is_decimal else super().construct_yaml_int(node)
         if not _fits_64_bits(value):
             shown = node.value if len(node.value) <= 20 else f"{node.value[:20]}..."
             raise ValueError(f"the integer {shown} needs more than 64 bits")
         return value
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor(_INT, _Loader.construct_yaml_int)
+_Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?0[0-9_]+$"), [*"+-0"])
 
 
 def _check(node: yaml.Node, source: str, depth: int, num_nodes: int) -> int:
