@@ -94,8 +94,9 @@ def resume_config(run: StoredRun, overrides: Sequence[str]) -> tuple[str, NamedC
             f"The config {run.directory.location}/{CONFIG} {problem}: resume the run with `tinker-flows run METHOD` "
             "and its original config file."
         )
-    set_overrides(fields, overrides)
-    config = validate_fields(config_type_of(methods[0]), fields)
+    config_type = config_type_of(methods[0])
+    set_overrides(fields, overrides, config_type)
+    config = validate_fields(config_type, fields)
     if config.run_name != run.name:  # the directory was renamed or copied, or an override has another name
         raise ConfigError(
             f"The run in {run.directory.location} resumes only under the name of this directory, but its run_name is "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -27,12 +28,14 @@ def load_config(config_type: type[C], path: Path | str | None, overrides: Sequen
         CredentialsError: A value contains a URL with a user name, a password or a secret.
     """
     fields: dict[str, Any] = read_yaml(Path(path)) if path else {}
-    set_overrides(fields, overrides)
+    set_overrides(fields, overrides, config_type)
     return validate_fields(config_type, fields)
 
 
-def set_overrides(fields: dict[str, Any], overrides: Sequence[str]) -> None:
+def set_overrides(fields: dict[str, Any], overrides: Sequence[str], config_type: type[BaseModel]) -> None:
     """Set fields by `field=value` arguments, in place; the values are YAML.
+
+    A text field of the config takes a number, a date or a word such as `yes` as it is written.
 
     Raises:
         ConfigError: an argument has another form, its value is not YAML, or its path is invalid; see `set_field`.
@@ -43,7 +46,9 @@ def set_overrides(fields: dict[str, Any], overrides: Sequence[str]) -> None:
             raise ConfigError(
                 f"The argument {hide_credentials(override)!r} must have the form field=value, as in learning_rate=1e-4."
             )
-        set_field(fields, key, parse_yaml(value, f"The argument {hide_credentials(override)[:100]!r}"))
+        parsed = parse_yaml(value, f"The argument {hide_credentials(override)[:100]!r}")
+        as_written = isinstance(parsed, int | float | date) and _is_text_field(config_type, key.split("."))
+        set_field(fields, key, value.strip() if as_written else parsed)
 
 
 def validate_fields(config_type: type[C], fields: Mapping[str, Any]) -> C:
@@ -143,7 +148,8 @@ def _explain(error: ValidationError, fields: Any, config_type: type[Config]) -> 
     if first["type"] == "missing":
         return f"{path!r} is missing"
     if first["type"] == "extra_forbidden":
-        known = _fields_beside(config_type, first["loc"])
+        model = _model_of(config_type, first["loc"])
+        known = model.model_fields if model else ()
         if methods := _methods_with_fields(config_type, fields):
             start = " or ".join(f"tinker-flows run {method}" for method in methods)
             return (
@@ -160,6 +166,8 @@ def _explain(error: ValidationError, fields: Any, config_type: type[Config]) -> 
     message = hide_credentials(raised)
     if first["type"] == "value_error" and isinstance(first["input"], Mapping):  # a rule about several fields
         return f"{path}: {message}" if path else message
+    if first["type"] == "string_type" and isinstance(first["input"], int | float | date):
+        message += f": quote it, in a command as {path}=\"'...'\""
     return f"{path!r} is {hide_credentials(repr(first['input']))}, but {message[:1].lower()}{message[1:]}"
 
 
@@ -175,17 +183,23 @@ def _methods_with_fields(config_type: type[BaseModel], fields: Any) -> list[str]
     ]
 
 
-def _fields_beside(config_type: type[BaseModel], location: Sequence[str | int]) -> list[str]:
-    """Return the fields of the model in which an error lies; empty if the location does not determine the model."""
+def _is_text_field(config_type: type[BaseModel], path: Sequence[str]) -> bool:
+    model = _model_of(config_type, path)
+    field = model.model_fields.get(path[-1]) if model else None
+    return field is not None and field.annotation in (str, str | None)
+
+
+def _model_of(config_type: type[BaseModel], location: Sequence[str | int]) -> type[BaseModel] | None:
+    """Return the model that has the field at a location; None if the location does not determine it."""
     model = config_type
     for part in location[:-1]:
         if isinstance(part, str):
             field = model.model_fields.get(part)
             models = list(_models_in(field.annotation)) if field else []
             if len(models) != 1:
-                return []
+                return None
             model = models[0]
-    return list(model.model_fields)
+    return model
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -108,6 +108,20 @@ def test_numbers_are_decimal_as_in_yaml_1_2(text: str, value: object) -> None:
     assert parse_yaml(text, "It") == value
 
 
+@pytest.mark.parametrize("text", ["007", "1.10", "yes", "2024-01-01", "'007'"])
+def test_text_fields_take_the_text_of_an_override(text: str) -> None:
+    config = load_config(SftConfig, None, ["model=tiny", "data.builder=a:B", f"run_name={text}", f"register_as={text}"])
+    assert config.run_name == config.register_as == text.strip("'")
+
+
+def test_other_texts_that_yaml_reads_as_numbers_are_explained() -> None:
+    hint = (
+        r"tags\.x' is 7, but input should be a valid string: quote it, in a command as mlflow_tags\.x=\"'\.\.\.'\"\.$"
+    )
+    with pytest.raises(ConfigError, match=hint):
+        load_config(SftConfig, None, ["model=tiny", "run_name=a", "data.builder=a:B", "mlflow_tags.x=007"])
+
+
 def test_anchors_and_merge_keys_are_kept() -> None:
     content = "base: &base {rank: 8, seed: 0}\nfirst: {<<: *base, seed: 1}\nsecond: *base\n"
     fields = parse_yaml(content, "It")
