@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import cast
@@ -67,6 +68,7 @@ class Evaluation:
         self._examples = open_examples(run, config, evaluators)
         self._examples_s = 0.0
         self._is_checked = False
+        self._not_finite: set[str] = set()
 
     def close(self) -> None:
         """Stop sampling examples."""
@@ -102,6 +104,7 @@ class Evaluation:
             # Submitted: a synchronous flow cannot call an async task directly.
             result = cast(EvaluationResult, evaluate.submit(self._run.client, due, step, self._run.meter).result())
         note_evaluation(self._run.log, result, step=step)
+        self._warn_of_values(step, result.metrics)
         if stop and stop.requested:
             return result.metrics
         terms = self._measure_held_out(step) if often else HeldOutTerms()
@@ -142,6 +145,17 @@ class Evaluation:
         if best and best.metric.startswith("test/") and not (self._is_checked or terms.failed):
             check_measured("keep_best", logged_name(best.metric), metrics)
         self._is_checked = True
+
+    def _warn_of_values(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warn of each metric when it is first not finite."""
+        for name in [name for name, value in metrics.items() if not math.isfinite(value)]:
+            if name not in self._not_finite:
+                self._not_finite.add(name)
+                text = (
+                    f"The metric {name} of the evaluators is {metrics[name]} at step {step}: keep_best passes over it; "
+                    "check its evaluator."
+                )
+                note_warning(self._run.log, f"not_finite.{name}", text)
 
     def _measure_held_out(self, step: int) -> HeldOutTerms:
         """Measure the terms on the held-out data of this evaluation; before and after training, also store examples.

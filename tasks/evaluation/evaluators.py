@@ -41,7 +41,7 @@ from tasks.evaluation.grading_metrics import digest_problems
 from tasks.training.datums import pack_datums
 from tasks.training.held_out import MAX_SCORES, BatchValues, EvaluatedBatch, GradedMetrics
 from tasks.training.token_meter import TokenMeter
-from tasks.training.tracking.metric_names import safe_name
+from tasks.training.tracking.metric_names import is_own, safe_name
 
 OnEvaluatorError = Literal["raise", "skip"]
 
@@ -501,13 +501,18 @@ def _add_metrics(result: EvaluationResult, metrics: Mapping[str, object], evalua
     """Add the metrics of an evaluator to a result.
 
     Raises:
-        EvaluatorError: a metric is neither a number nor a string.
+        EvaluatorError: a metric is neither a number nor a string, or its name belongs to the run itself.
     """
     texts = {safe_name(key): value for key, value in metrics.items() if isinstance(value, str)}
     numbers: dict[str, float] = {}
     for key, value in metrics.items():
         if isinstance(value, str):
             continue
+        if is_own(key):
+            raise EvaluatorError(
+                f"The evaluator {evaluator} returned the metric {key!r}, which the run itself logs: rename it, such as "
+                f"to 'test/{key}'."
+            )
         if not isinstance(value, SupportsFloat):
             raise EvaluatorError(
                 f"The evaluator {evaluator} returned a {type(value).__name__} as the metric {key!r}: return a number "

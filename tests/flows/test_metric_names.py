@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,14 @@ NAME, IN_MLFLOW = "pass@1", "pass-x40-1"
 
 
 class PassAt1(TrainingClientEvaluator):
-    """Metric `pass@1`: the likelihood of a text."""
+    """Metric `pass@1`, the likelihood of a text, and a metric without a value."""
 
     async def __call__(self, training_client: tinker.TrainingClient) -> dict[str, float]:
         tokens = list(range(5, 21))
         inputs = {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}
         datum = tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)  # pyright: ignore
         output = await training_client.forward([datum], "cross_entropy")
-        return {NAME: sum(output.loss_fn_outputs[0]["logprobs"].data)}
+        return {NAME: sum(output.loss_fn_outputs[0]["logprobs"].data), "blank": math.nan}
 
 
 @pytest.fixture
@@ -54,6 +55,9 @@ def test_run_keeps_and_promotes_the_best_checkpoint(fields: dict[str, Any], mlfl
     (*_, noted) = [line for line in lines if "best" in line]
     assert (noted["best_step"], noted["value"]) == max(values.items(), key=lambda item: item[1])
     assert result.not_promoted == ""
+    warning = "The metric blank of the evaluators is nan at step 0: keep_best passes over it; check its evaluator."
+    tags = MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data.tags
+    assert tags["tinker_flows.warning.not_finite.blank"] == warning
     status = status_of(find_run("named", fields["storage"]))
     assert (status.metric, status.value) == (IN_MLFLOW, values[3])
 

@@ -6,6 +6,10 @@ import hashlib
 import posixpath
 import re
 
+# Metrics of every training run.
+_OWN = ("cost/", "guard/", "loss/", "optim/", "progress/", "system/", "term/", "throughput/", "time/")
+_OWN_NAMES = ("num_tokens", "train_mean_nll")
+
 # A character that MLflow rejects in names, and a hyphen that would read as the start of an escape sequence.
 _FORBIDDEN = r"[^/\w.\- :]"
 _ESCAPED = re.compile(rf"{_FORBIDDEN}|-(?=x[0-9a-f]*(?:-|{_FORBIDDEN}))")
@@ -31,6 +35,15 @@ def safe_name(name: str) -> str:
         return escaped
     digest = hashlib.sha256(name.encode()).hexdigest()[:32]
     return f"{escaped[: _MAX_NAME - len(digest) - 1]}-{digest}"
+
+
+def is_own(name: str) -> bool:
+    """Return whether a training run itself logs a metric of this name or namespace.
+
+    >>> is_own("optim/lr"), is_own("test/nll")
+    (True, False)
+    """
+    return name.startswith(_OWN) or name in _OWN_NAMES
 
 
 def logged_name(name: str) -> str:

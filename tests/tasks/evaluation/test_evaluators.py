@@ -101,6 +101,11 @@ def test_metrics_reach_mlflow(mlflow_log: MetricsLog) -> None:
         ({"error": "exit"}, r"failed \(SystemExit: 3\): fix it"),
         ({"error": "key"}, r"failed \(KeyError: 'answer'\): fix it, or set its on_error to 'skip'"),
         ({"metrics": {"a": [1]}}, r"Evaluator \(evaluators\.0\) returned a list as the metric 'a': return a number or"),
+        (
+            {"metrics": {"test/a": 1.0, "optim/lr": 3.0}},
+            r"returned the metric 'optim/lr', which the run itself logs: rename",
+        ),
+        ({"metrics": {"num_tokens": 3.0}}, "returned the metric 'num_tokens', which the run itself logs: rename it"),
         ({"metrics": {"a": None}}, "returned a NoneType as the metric 'a'"),
     ],
 )
