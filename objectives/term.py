@@ -164,8 +164,12 @@ def check_params(term: Term, params: Mapping[str, object]) -> dict[str, object]:
         return dict(term.params(**params))
     except ValidationError as error:
         known = ", ".join(term.params.model_fields) or "none"
+        # The first two are the outputs and the batch.
+        positional = [*inspect.signature(term.evaluate).parameters][2:]
+        given = next((name for name in positional if name in params and name not in term.params.model_fields), "")
+        fix = f"; write * before {given!r} in the function, as in (outputs, batch, *, {given})" if given else ""
         raise ObjectiveError(
-            f"The parameters of term {term.name!r} are wrong: {explain(error)} (its parameters: {known})."
+            f"The parameters of term {term.name!r} are wrong: {explain(error)} (its parameters: {known}){fix}."
         ) from error
 
 

@@ -62,6 +62,17 @@ def test_parameters_are_collected_from_all_functions_and_passed_to_each():
             check_params(scores, wrong)
 
 
+def test_a_parameter_that_is_not_keyword_only_is_explained():
+    @regularizer("test_positional", "scored")
+    def scores(outputs, batch, limit=4.0):
+        return limit
+
+    with pytest.raises(ObjectiveError, match=r"parameters: alpha\); write \* before 'limit' in the function, as in"):
+        check_params(scores, {"limit": 2})
+    with pytest.raises(ObjectiveError, match=r"'batch': extra inputs are not permitted \(its parameters: alpha\)\.$"):
+        check_params(scores, {"batch": 2})
+
+
 def test_conflicting_parameter_declarations_raise():
     def look_up(batch, *, limit: int = 5):
         return limit
