@@ -9,7 +9,6 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -37,6 +36,8 @@ _ENUM_ERROR = re.compile(
     r"(?P<module>[\w.]+)[.:](?P<kind>\w+)",
     re.DOTALL,
 )
+
+_GZIP = b"\x1f\x8b"
 
 _INTERFACES = {
     "comparisons": ComparisonDatasetBuilder,
@@ -71,8 +72,13 @@ def build(
     lock_tokenizers()
     guard_imports()
     target = import_builder(builder, f"{field}.builder", _INTERFACES[field])
+    flat = _flatten(params)
+    # tinker-cookbook divides by it only when the data is read.
+    size = flat.get("common_config.batch_size")
+    if isinstance(size, int) and size < 1:
+        raise ConfigError(f"{field}.params.common_config.batch_size is {size}: set it to at least 1.")
     try:
-        blueprint = chz.Blueprint(target).apply(_expand_lists(target, _flatten(params)), layer_name=f"{field}.params")
+        blueprint = chz.Blueprint(target).apply(_expand_lists(target, flat), layer_name=f"{field}.params")
         return call(_with_defaults(blueprint, default_params(tokenizer, resources)).make())
     except FileNotFoundError as error:
         raise ConfigError(
@@ -85,11 +91,8 @@ def build(
             raise ConfigError(f"{field}.params: {refusal}") from error
         if wrong := _wrong_enum_value(error):
             raise ConfigError(f"{field}.params.{wrong}.") from error
-        if isinstance(error, json.JSONDecodeError) and (file := _marked_file(params)):
-            raise ConfigError(
-                f"The data file {file} starts with a byte order mark, which {builder} does not read: save it as UTF-8 "
-                "without the mark."
-            ) from error
+        if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) and (problem := _file_problem(flat, error)):
+            raise ConfigError(f"{builder} cannot read the data file {problem}.") from error
         raise ConfigError(
             f"The data source {builder} could not be read ({type(error).__name__}: {one_line(error)}): "
             f"check {field}.params and the file it names."
@@ -217,15 +220,23 @@ def _wrong_enum_value(error: BaseException) -> str:
     return f"{match['name']} is {match['value']}: use one of {', '.join(str(member.value) for member in kind)}"
 
 
-def _marked_file(params: Mapping[str, Any]) -> Path | None:
-    """Return the first file in the parameters that starts with a byte order mark; None if there is none."""
-    for value in _flatten(params).values():
+def _file_problem(flat: Mapping[str, Any], error: json.JSONDecodeError | UnicodeDecodeError) -> str:
+    """Return a clause about the file in the parameters that causes an error; empty if none is found."""
+    text = error.doc.strip() if isinstance(error, json.JSONDecodeError) else None
+    for value in flat.values():
         path = path_of(value.value) if isinstance(value, Castable) else None
-        if path and path.is_file():
-            with path.open("rb") as file:
-                if file.read(len(BOM_UTF8)) == BOM_UTF8:
-                    return path
-    return None
+        if not path or not path.is_file():
+            continue
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if number == 1 and line.startswith(BOM_UTF8):
+                    return f"{path}, which starts with a byte order mark: save it as UTF-8 without the mark"
+                if number == 1 and line.startswith(_GZIP):
+                    return f"{path}, which is compressed: decompress it with gunzip"
+                if line.decode(errors="replace").strip() == text:
+                    what = "not valid JSON" if text else "empty"
+                    return f"{path}, whose line {number} is {what}: fix or remove it"
+    return ""
 
 
 def _missing_extra(error: BaseException | None) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
@@ -228,19 +230,26 @@ def test_rubric_recipe_runs_on_the_service_of_the_run(tmp_path: Path, engine_url
         assert asyncio.run(env.step(tokens)).reward == 0
 
 
-def test_a_byte_order_mark_that_a_builder_does_not_read_is_named(tmp_path: Path) -> None:
-    """Readers of this project skip the mark; those of tinker-cookbook do not."""
+def test_a_data_file_that_a_builder_does_not_read_is_explained(tmp_path: Path) -> None:
+    """Readers of this project skip byte order marks and empty lines; those of tinker-cookbook do not."""
     path = tmp_path / "conversations.jsonl"
-    row = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    row = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
     builder = "tinker_cookbook.supervised.data:FromConversationFileBuilder"
     common = {"renderer_name": "qwen3_instruct", "max_length": 64, "batch_size": 1}
     params = {"file_path": str(path), "common_config": common}
-    path.write_text(row, encoding="utf-8-sig")
-    with pytest.raises(ConfigError) as caught:
-        build("data", builder, params, TOKENIZER, lambda found: found())
-    assert str(caught.value) == (
-        f"The data file {path} starts with a byte order mark, which {builder} does not read: save it as UTF-8 without "
-        "the mark."
-    )
-    path.write_text(row)
+    for content, message in (
+        (BOM_UTF8 + row, "which starts with a byte order mark: save it as UTF-8 without the mark"),
+        (gzip.compress(row), "which is compressed: decompress it with gunzip"),
+        (row + b"\n" + row, "whose line 2 is empty: fix or remove it"),
+        (row + b'{"a": }', "whose line 2 is not valid JSON: fix or remove it"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError) as caught:
+            build("data", builder, params, TOKENIZER, lambda found: found())
+        assert str(caught.value) == f"{builder} cannot read the data file {path}, {message}."
+    path.write_bytes(row)
     assert len(build("data", builder, params, TOKENIZER, lambda found: found())[0]) == 1
+    with pytest.raises(ConfigError, match=r"^data\.params\.common_config\.batch_size is -2: set it to at least 1\.$"):
+        build(
+            "data", builder, params | {"common_config": common | {"batch_size": -2}}, TOKENIZER, lambda found: found()
+        )
