@@ -6,9 +6,17 @@ import hashlib
 import posixpath
 import re
 
-# Metrics of every training run.
-_OWN = ("cost/", "guard/", "loss/", "optim/", "progress/", "system/", "term/", "throughput/", "time/")
-_OWN_NAMES = ("num_tokens", "train_mean_nll")
+# Namespaces and metrics of every training run. Evaluators may add durations to time/ and losses to loss/.
+_OWN = ("cost/", "guard/", "optim/", "progress/", "system/", "term/", "throughput/")
+_OWN_NAMES = (
+    "loss/base",
+    "loss/base_sum",
+    "loss/regularizers",
+    "loss/total",
+    "num_tokens",
+    "time/step",
+    "train_mean_nll",
+)
 
 # A character that MLflow rejects in names, and a hyphen that would read as the start of an escape sequence.
 _FORBIDDEN = r"[^/\w.\- :]"

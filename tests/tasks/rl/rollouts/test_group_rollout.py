@@ -217,7 +217,7 @@ def test_sys_exit_of_an_environment_or_its_rewards_is_a_failure_of_its_group(sam
     ]
     assert len(tokens_of(group)) == 3
     group = roll_out(sampler, Guesses([["ends"] * 3], num_reward_errors=1, reward_error=SystemExit()))
-    assert [error.error_message for error in group.errors] == ["it called sys.exit(None)"]
+    assert [error.error_message for error in group.errors] == ["it called sys.exit()"]
     assert len(tokens_of(group)) == 3
 
 
