@@ -47,7 +47,7 @@ def measure(*, repetitions: int = 3) -> list[Row]:
 
 
 def _up_and_down() -> tuple[float, float]:
-    """Return the seconds until it reports that it is ready, and from SIGTERM to its exit."""
+    """Start and stop `tinker-flows up`; return the seconds until it is ready, and from SIGTERM until it exits."""
     started = perf_counter()
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(

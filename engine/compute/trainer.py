@@ -108,8 +108,9 @@ class Trainer:
     def num_bytes(self) -> int:
         """Memory of the weights, the moments and the gradient.
 
-        Every request reads it, so it does not call `tensors`, which makes hundreds of views: each is an operation of
-        torch that releases the interpreter's lock, and may wait until the event loop gives it back.
+        Every request reads it, so it does not call `tensors`, which makes hundreds of views. Each view is an
+        operation of torch that releases the interpreter's lock, and then may have to wait until the event loop
+        releases it.
         """
         gradients = [p.grad for _, p in self.adapter.named_parameters() if p.grad is not None]
         return self.adapter.num_bytes + self._optimizer.num_bytes + sum(gradient.nbytes for gradient in gradients)
@@ -152,7 +153,7 @@ def adapter_tensors(adapter: Adapter) -> dict[str, Tensor]:
 
 
 def copy_weights(weights: Mapping[str, Tensor], adapter: Adapter) -> None:
-    """Copy a checkpoint's tensors into ``adapter``.
+    """Copy a checkpoint's tensors into ``adapter``, and drop its gradient.
 
     Raises:
         EngineError: names or shapes differ.

@@ -58,7 +58,7 @@ class SaveRequest:
     """Checkpoint to write.
 
     Attributes:
-        recipients: age public keys to which external weights are encrypted.
+        recipients: public keys of the encryption program `age`; only their owners can read external weights.
     """
 
     kind: Kind

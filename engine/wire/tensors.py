@@ -27,15 +27,16 @@ def num_sparse_elements(message: pb.Tensor) -> int:
 
 
 def decode_tensor(message: pb.Tensor, name: str) -> NDArray[np.generic]:
-    """Decode a tensor to a dense array; a dense tensor without a shape is flat, unlisted entries of a sparse one are 0.
+    """Decode a tensor to a dense array.
 
-    The caller bounds the size of a sparse tensor, whose few bytes can claim any shape.
+    A dense tensor without a shape becomes one-dimensional. Entries that a sparse tensor does not list are 0. The caller
+    bounds the size of a sparse tensor, whose few bytes can claim any shape.
 
     Args:
         name: the tensor's name in errors.
 
     Raises:
-        RequestError: the dtype is unknown, or the sizes contradict each other.
+        RequestError: the dtype is unknown, the shape is out of range, or the data does not fit the shape.
     """
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:

@@ -493,7 +493,7 @@ class RlConfig(TrainConfig):
         schedule = self.schedule
         if self.guards.needs_forward_pass and schedule.num_minibatches * schedule.num_substeps > 1:
             raise ValueError(
-                "guards.skip skips whole steps, which is impossible with several minibatches or updates per step: use "
-                "rollback or stop"
+                "A guard with the policy skip skips whole steps, which is impossible with several minibatches or "
+                "updates per step: use rollback or stop"
             )
         return self

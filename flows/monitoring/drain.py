@@ -24,8 +24,8 @@ def wait_until_recorded(flow_run_id: UUID, last_task: str | None, limit_s: float
     """Wait until the server has recorded the end of every task run of a flow run; report missing ones on stderr.
 
     Args:
-        last_task: Name of the last task of a completed run, without which the record is incomplete; None for a run that
-            did not complete.
+        last_task: Name of the task that ends every completed run, for which the function waits; None for a run that did
+            not complete.
     """
     flow_run = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
     running = [state for state in StateType if state not in TERMINAL_STATES]
@@ -49,9 +49,10 @@ def wait_until_recorded(flow_run_id: UUID, last_task: str | None, limit_s: float
             if times_complete == num_polls:
                 return
             if time.monotonic() > deadline:
-                missing = f"a task run named {last_task}" if last_task else "all task runs"
+                missing = f"a task run named {last_task}" if last_task else "every task run"
                 names = ", ".join(run.name for run in unfinished[:3]) or missing
-                print_notice(f"The Prefect server has not recorded the end of {names}.")
+                others = f" and {len(unfinished) - 3} more" if len(unfinished) > 3 else ""
+                print_notice(f"The Prefect server has not recorded the end of {names}{others}.")
                 return
             time.sleep(pause_s)
 

@@ -69,8 +69,8 @@ def check_passes(config: TrainConfig, objective: Objective) -> None:
     """
     if config.guards.needs_forward_pass and objective.backend == "server":
         raise ConfigError(
-            "guards.skip needs a forward pass before each update, and objective.backend 'server' takes only one "
-            "pass: set objective.backend to 'auto', or choose another guard policy."
+            "A guard with the policy skip needs a forward pass before each update, and objective.backend 'server' "
+            "takes only one: set objective.backend to 'auto', or choose another guard policy."
         )
 
 

@@ -32,11 +32,13 @@ def read_rows(path: str, required: tuple[str, ...], limit: int | None = None) ->
     """
 
     def parse(row: dict[str, Any]) -> dict[str, str]:
+        if missing := [key for key in required if key not in row]:
+            raise ValueError(f"{missing[0]} is missing")
         if null := [key for key in required if row[key] is None]:
             raise ValueError(f"{null[0]} is null")
         return {key: str(value) for key, value in row.items() if value is not None}
 
-    return parse_rows(path, parse, " and ".join(required), limit)
+    return parse_rows(path, parse, " and ".join(required) or "fields", limit)
 
 
 def parse_rows(path: str, parse: Callable[[Any], T], content: str, limit: int | None = None) -> list[T]:

@@ -136,7 +136,7 @@ class OnPolicySource(RolloutSource):
         self._last_due = 0  # last step at which the teacher was to be replaced
         # Step and requested save of the weights that become the teacher.
         self._saving: tuple[int, tinker.APIFuture[types.SaveWeightsForSamplerResponse]] | None = None
-        # By step, until its metrics are computed.
+        # Values by step, of the steps whose metrics are not computed yet.
         self._gaps: dict[int, Tensor] = {}  # teacher's logprobs minus the student's
         self._ages: dict[int, int] = {}  # steps since the teacher's weights were current
         self._soft: dict[int, tuple[Batch, OnPolicyTopK]] = {}  # batch of the samples, and its soft targets
@@ -169,9 +169,10 @@ class OnPolicySource(RolloutSource):
         return replace(self._sync.open(path), can_score_last_n=self._teachers[0].can_score_last_n)
 
     def _teacher_is_policy(self, step: int) -> bool:
-        """Return whether the teacher of a step is the policy that samples, whose snapshot exists anyway.
+        """Return whether the teacher of a step is the policy that samples the step.
 
-        Without hindsight, step 0 has the first teacher, because no replacement is due before step `every`.
+        Its weights need no copy, because the step has a snapshot of them. Without hindsight, step 0 has the first
+        teacher, because no replacement is due before step `every`.
         """
         return self._sync is not None and self._sync.every == 1 and (step > 0 or self.hindsight is not None)
 
@@ -226,9 +227,10 @@ class OnPolicySource(RolloutSource):
         all_contexts = [context for contexts_G in contexts.values() for context in contexts_G]
         self._hindsight_metrics[step] = {"hindsight/taught": fmean(map(bool, all_contexts))}
         if step == self._first_step and not any(all_contexts):
+            rest = "trains on the rewards alone" if self._targets.train_on_rewards else "teaches nothing"
             self._warnings["hindsight"] = (
-                f"No rollout of step {step} has a context for its teacher, so the step teaches nothing: make the "
-                "problems easier, lower hindsight.success_reward, sample larger groups, or give feedback in "
+                f"No rollout of step {step} has a context for its teacher, so the step {rest}: make the problems "
+                "easier, lower hindsight.success_reward, sample larger groups, or give feedback in "
                 "text_labels of the environment."
             )
         rows = range(batch.num_datums)
@@ -236,7 +238,7 @@ class OnPolicySource(RolloutSource):
             rows = [row for row, context in enumerate(contexts_D) if context]
             if not rows:
                 self._untaught.add(step)
-                rows = [0]
+                rows = [int(sum_by_datum(batch.mask_DT.float(), batch).argmax())]
         taught = take_datums(batch, rows)
         return TaughtBatch(
             taught,

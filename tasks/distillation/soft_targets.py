@@ -146,7 +146,7 @@ class OnPolicyTopK(NamedTuple):
     probs_DTK: Tensor
 
     def forward_kl(self, logprobs_DTK: Tensor) -> float:
-        """Forward KL from the student to the teacher, in nats per trained token.
+        """Forward KL from the teacher to the student, in nats per trained token.
 
         The rest of the vocabulary counts as one more token.
 

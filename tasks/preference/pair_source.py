@@ -148,8 +148,9 @@ class PairSource(BatchSource):
 class HeldOutPairs(TrainingClientEvaluator):
     """Preference loss of held-out pairs, with metrics such as `test/accuracy` and `test/margin`.
 
-    Accuracy and margin have a score for each pair, for paired comparisons. With more than `MAX_SCORES` pairs, each of
-    `MAX_SCORES` groups of pairs has a mean. `kto` has no scores, because it compares each completion with the batch.
+    Accuracy and margin have one score per preference pair, so that evaluations can be compared pair by pair. With more
+    than `MAX_SCORES` pairs, a score is the mean over a group of pairs. `kto` has no scores, because it compares each
+    completion with the batch.
     """
 
     def __init__(self, pairs: PairBatches, loss: Regularizer, reference: Reference | None) -> None:

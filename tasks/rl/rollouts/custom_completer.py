@@ -117,14 +117,17 @@ def check_completion(path: str, completion: object) -> None:
             "tinker_cookbook.completers.TokensWithLogprobs."
         )
     tokens, logprobs = completion.tokens, completion.maybe_logprobs
-    if not all(isinstance(token, int) and token >= 0 for token in tokens):
-        raise ConfigError(f"The completer {path} returned tokens that are no token IDs: return integers from 0 on.")
+    if odd := [token for token in tokens if not (isinstance(token, int) and token >= 0)]:
+        raise ConfigError(
+            f"The completer {path} returned the token {odd[0]!r}, which is no token ID: return Python integers of at "
+            "least 0."
+        )
     if logprobs is None or len(logprobs) != len(tokens):
         num_logprobs = "no" if logprobs is None else len(logprobs)
         raise ConfigError(
             f"The completer {path} returned {num_logprobs} logprobs for {len(tokens)} tokens: return one for each."
         )
-    if bad := [value for value in logprobs if not math.isfinite(value) or value > _ROUNDING]:
+    if bad := [value for value in logprobs if value is None or not math.isfinite(value) or value > _ROUNDING]:
         raise ConfigError(
             f"The completer {path} returned the logprob {bad[0]}: return the natural logarithm of the probability with "
             "which each token was drawn, a finite number of at most 0."

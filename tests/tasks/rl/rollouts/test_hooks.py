@@ -165,7 +165,7 @@ def test_seeds_depend_on_member_attempt_and_group() -> None:
     ("completion", "message"),
     [
         (SimpleNamespace(tokens=[1]), "returned a SimpleNamespace: return a tinker_cookbook"),
-        (TokensWithLogprobs([1, -1], [0.0, 0.0]), "tokens that are no token IDs"),
+        (TokensWithLogprobs([1, -1], [0.0, 0.0]), "returned the token -1, which is no token ID"),
         (TokensWithLogprobs([1], None), "no logprobs for 1 tokens"),
         (TokensWithLogprobs([1, 2], [-1.0]), "1 logprobs for 2 tokens"),
         (TokensWithLogprobs([1], [0.5]), "the logprob 0.5: return the natural logarithm"),
