@@ -262,7 +262,10 @@ def smooth(values: Sequence[float]) -> tuple[int, list[float]]:
 
 
 def _cosine_points(history: History, first: str, second: str) -> Sequence[tuple[int, float]]:
-    return history.get(cosine_key(first, second)) or history.get(cosine_key(second, first)) or ()
+    """Cosines of two terms at the steps at which both have a gradient; without one, the logged cosine is 0."""
+    points = history.get(cosine_key(first, second)) or history.get(cosine_key(second, first)) or ()
+    norms = [dict(history.get(f"term/{name}/grad_norm", ())) for name in (first, second)]
+    return [(step, cosine) for step, cosine in points if all(norm.get(step) != 0 for norm in norms)]
 
 
 def _run_colors(runs: Sequence[DrawnRun]) -> list[str]:

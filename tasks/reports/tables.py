@@ -70,6 +70,7 @@ class TermRow:
 
 
 _FIELDS = ("value", "weight", "contribution", "grad_share", "cosine_to_base")
+_SUMMED_FIELDS = ("contribution", "grad_share")
 COLUMNS = ("term", "value", "weight", "contribution", "share of gradient", "cosine to base")
 
 
@@ -83,8 +84,9 @@ def term_rows(metrics: Mapping[str, float]) -> list[TermRow]:
 def recent_term_rows(history: History) -> tuple[str, list[TermRow]]:
     """Return a title, and rows of the terms with means over the last quarter of the steps, but at least four steps.
 
-    A single batch says little about a term: its scores may be equal on all of its completions. The mean cosine is over
-    the steps at which the term has a gradient.
+    A single batch says little about a term: its scores may be equal on all of its completions. Contributions and shares
+    count 0 at steps that do not evaluate the term, so that they add up to the loss and to 1. Other means are over the
+    steps that evaluate it, and the mean cosine over those at which it has a gradient.
     """
     points = {key: dict(steps) for key, steps in history.items() if key.startswith("term/")}
     steps = sorted({step for key, values in points.items() if key.endswith("/weight") for step in values})
@@ -97,7 +99,8 @@ def recent_term_rows(history: History) -> tuple[str, list[TermRow]]:
         if field == "weight":
             used = used or [max(values)]  # a term that was skipped in these steps keeps its row
         if used and field in _FIELDS:
-            metrics[key] = fmean(values[step] for step in used)
+            mean = fmean(values[step] for step in used)
+            metrics[key] = mean * len(used) / len(recent) if field in _SUMMED_FIELDS else mean
     which = f"all {len(steps)}" if len(recent) == len(steps) else f"the last {len(recent)}"
     title = f"terms, means over {which} steps" if len(steps) > 1 else "terms at the only step"
     return title, term_rows(metrics)

@@ -139,6 +139,17 @@ def test_conflicts_are_means_over_the_steps_and_symmetric() -> None:
     )
 
 
+def test_conflicts_leave_out_steps_at_which_a_term_has_no_gradient() -> None:
+    """The cosine of a zero gradient is logged as 0."""
+    history = {
+        "term/a/cosine_to_base": [(0, 0.0), (1, 0.0), (2, -0.8)],
+        "term/a/grad_norm": [(0, 0.0), (1, 0.0), (2, 0.5)],
+        "term/base/grad_norm": [(0, 1.0), (1, 1.0), (2, 1.0)],
+    }
+    assert mean_cosines(history, ("base", "a"))[0, 1] == -0.8
+    assert list(trace(draw_cosines(DrawnRun(history), ("base", "a")), "base, a").x) == [2]
+
+
 def test_conflicts_have_no_negative_zero() -> None:
     history = {"term/a/cosine_to_base": [(0, -0.001)], "term/a/weight": [(0, 1.0)], "term/base/weight": [(0, 1.0)]}
     text = draw_conflicts(DrawnRun(history), ["base", "a", "b"]).figure.data[0].text

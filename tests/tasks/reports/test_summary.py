@@ -264,12 +264,13 @@ def test_terms_have_means_over_the_last_quarter_of_the_steps() -> None:
         "term/logic/weight": [(step, 2.0) for step in range(8)],
         "term/logic/value": list(enumerate(values)),
         "term/logic/grad_share": [(6, 0.0), (7, 0.4)],
+        "term/logic/contribution": [(6, 1.0), (7, 3.0)],  # the loss of these four steps has 4 / 4 from this term
         "term/logic/cosine_to_base": [(6, 0.0), (7, -0.5)],  # without a gradient at step 6
         "term/base/weight": [(0, 1.0)],
     }
     title, (base, logic) = recent_term_rows(history)
     assert title == "terms, means over the last 4 steps"
-    assert format_row(logic) == ("logic", "5.5", "2", "-", "20.0%", "-0.500")
+    assert format_row(logic) == ("logic", "5.5", "2", "1", "10.0%", "-0.500")
     assert format_row(base) == ("base", "-", "1", "-", "-", "-")
 
 
