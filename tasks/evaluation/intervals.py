@@ -150,25 +150,27 @@ def smallest_detectable(
 ) -> float | None:
     """Return the smallest true difference that a test finds significant with a probability of 0.8.
 
-    The function simulates comparisons with the same number of problems. Without a true difference, the differences have
-    the observed sizes, and both signs are equally likely. If all sizes are distinct, as with continuous scores, the
-    true difference is added to each difference. Otherwise, as with right and wrong answers, the probability of a
-    difference `d` is multiplied by a factor proportional to `exp(tilt * d)`, which changes the log-odds of a right
-    answer.
+    The function simulates comparisons with the same number of problems. If all sizes are distinct, as with continuous
+    scores, a difference is the true difference plus or minus a deviation from the observed mean. Otherwise, as with
+    right and wrong answers, the differences have the observed sizes, and the probability of a difference `d` is
+    multiplied by a factor proportional to `exp(tilt * d)`, which changes the log-odds of a right answer.
 
     Args:
-        is_significant: test of R comparisons, whose differences ``(R, P)`` are scaled so that the largest observed size
-            is 1. It must find equal positive differences significant.
+        is_significant: test of R comparisons, whose differences ``(R, P)`` are scaled so that the largest size without
+            a true difference is 1. It must find equal positive differences significant.
         max_simulated: maximum number of simulated comparisons.
 
     Returns:
         The difference; None if all differences are 0.
     """
-    num, scale = len(differences_P), float(np.max(np.abs(differences_P)))
+    num, sizes_P = len(differences_P), np.abs(differences_P)
+    is_continuous = num > 1 and len(np.unique(sizes_P)) == num
+    if is_continuous:  # the factor makes the mean square of the deviations an unbiased variance
+        sizes_P = np.abs(np.asarray(differences_P) - np.mean(differences_P)) * math.sqrt(num / (num - 1))
+    scale = float(sizes_P.max())
     if scale == 0:
         return None
-    sizes_P = np.abs(differences_P) / scale
-    is_continuous = len(np.unique(sizes_P)) == num
+    sizes_P = sizes_P / scale
     values_V = np.sort(np.concatenate([-sizes_P, sizes_P]))
     draws_RP = np.random.default_rng(1).random((min(_NUM_SIMULATED, max_simulated), num))
 

@@ -117,6 +117,13 @@ def test_the_detectable_difference_is_found_with_a_probability_of_80_percent(kin
     assert np.mean(p_values_R <= 0.05) == pytest.approx(0.8, abs=0.06)
 
 
+def test_the_detectable_difference_does_not_depend_on_the_observed_one() -> None:
+    differences = np.random.default_rng(5).normal(0, 1, 15)
+    stated = [detectable_difference([*(differences + effect)]) for effect in (0.0, 20.0)]
+    assert stated[0] is not None
+    assert stated[1] == pytest.approx(stated[0], rel=1e-3)
+
+
 @pytest.mark.parametrize("kind", ["binary", "continuous"])
 def test_four_problems_detect_nothing(kind: str) -> None:
     """2 ** -4 exceeds 5 %: even four better answers are not significant."""
