@@ -34,7 +34,7 @@ from tasks.evaluation.evaluators import HeldOutNLL, build_evaluators
 from tasks.preference.pair_source import PairSource
 from tasks.supervised.dataset import SupervisedSource, build_dataset
 from tasks.training.batch_source import SampledTokens
-from tasks.training.candidates import prompts_of
+from tasks.training.candidates import most_tokens, prompts_of
 from tasks.training.datums import pack_datums
 from tasks.training.reference import scored_tokens
 from tasks.training.token_meter import TokenMeter
@@ -306,13 +306,7 @@ def _candidate_tokens(
     num_sampled = sum(bool(objective.due(step, on_candidates=True)) for step in steps)
     if settings is None or not num_sampled:
         return SampledTokens()
-    prompts = prompts_of(batch)
-    num_prompt_tokens = num_sampled * sum(map(len, prompts))
-    return SampledTokens(
-        settings.num * num_prompt_tokens,
-        num_sampled * len(prompts) * settings.num * settings.max_tokens,
-        (settings.num - 1) * num_prompt_tokens,
-    )
+    return most_tokens(prompts_of(batch), settings.num, settings.max_tokens).times(num_sampled)
 
 
 def _held_out_candidate_tokens(

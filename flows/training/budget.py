@@ -72,7 +72,7 @@ class Ledger:
         self._sampled += sampled
         self._usd += price.of_sampling(sampled) if price else 0.0
 
-    def stop_reason(self, step: int, num_tokens: int, sampled: SampledTokens) -> str:
+    def stop_reason(self, step: int, num_tokens: int, sampled: SampledTokens, besides_usd: float = 0.0) -> str:
         """Return the reason to stop before a step; empty within the budget.
 
         The next step and the one in progress are assumed to take as long as the last finished step.
@@ -80,8 +80,10 @@ class Ledger:
         Args:
             num_tokens: tokens of the step's training passes.
             sampled: tokens of the step's rollouts, and of earlier ones that are not charged yet.
+            besides_usd: dollars of the step, and of earlier ones that are not charged yet, for anything else.
         """
         usd = (self.training_usd(num_tokens) or 0.0) + (self._price.of_sampling(sampled) if self._price else 0.0)
+        usd += besides_usd
         limit = self.limit_exceeded(usd, 2 * self._step_hours, f"step {step}")
         if not limit:
             return ""
@@ -227,6 +229,8 @@ class RunLedger(MeteredLedger):
     """
 
     stopped: str = ""
+    _charged_step: int | None = None  # the newest step that was charged
+    _besides_usd: float = 0.0  # greatest cost of a step so far for the reference, teachers and judges
 
     def __init__(self, run: Run, config: TrainConfig, reference: Reference | None, spent: Mapping[str, float]) -> None:
         """Continue from the cost before the restart, if there was one.
@@ -242,9 +246,11 @@ class RunLedger(MeteredLedger):
     def covers(self, step: int, num_tokens: int, sampled: SampledTokens) -> bool:
         """Return whether the budget covers a step; if not, set `stopped` and report it as a tag and an event.
 
-        See `stop_reason` for the arguments.
+        The reference, teachers and judges are expected to cost as much as in the most expensive step so far. Before
+        the first step, nothing is known about their cost. See `stop_reason` for the arguments.
         """
-        self.stopped = self.stop_reason(step, num_tokens, sampled)
+        num_uncharged = 0 if self._charged_step is None else step - self._charged_step
+        self.stopped = self.stop_reason(step, num_tokens, sampled, num_uncharged * self._besides_usd)
         if self.stopped:
             note_end(self._log, self.stopped)
             emit("budget", self._run_name, {"step": step, **self.state(), "message": self.stopped})
@@ -259,10 +265,12 @@ class RunLedger(MeteredLedger):
         self.add_sampled(source.take_sampled())
         if ends:
             self.add_sampled(source.stop_sampling())
-        self.charge_metered()
         if candidates:
             self.add_sampled(candidates.take_sampled())
+        before_usd = self._usd
+        self.charge_metered()
         self.charge_reference(step)
+        self._charged_step, self._besides_usd = step, max(self._besides_usd, self._usd - before_usd)
 
     def charge_reference(self, step: int) -> None:
         """Charge the tokens that the reference has processed since the last call, for a step and for earlier ones."""

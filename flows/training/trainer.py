@@ -78,7 +78,7 @@ from tasks.common.task import call, opaque_argument
 from tasks.evaluation.evaluators import ConfiguredEvaluator
 from tasks.reports.summary import format_steps
 from tasks.training.batch_source import BatchSource, TrainedBatch
-from tasks.training.candidates import CandidateSampler
+from tasks.training.candidates import CandidateSampler, most_tokens, prompts_of
 from tasks.training.checkpoints import CONTENTS_KEY, PendingCheckpoint, step_of
 from tasks.training.forward_backward import (
     PendingOutput,
@@ -116,7 +116,7 @@ class Trainer:
             early.
         forward: the requested forward pass of the first prepared minibatch; None if that minibatch needs none.
         sent: the next step, if its updates are sent already.
-        last_batch: the batch of the newest update.
+        last_batch: the batch of the newest update, without candidates.
         unchecked: saves of weights that no response has confirmed yet, each with the state to record.
         times: durations of the step in progress.
     """
@@ -292,6 +292,8 @@ class Trainer:
         # Evaluators share the tokenizer of the next batch, which is not thread-safe either.
         # A stop waits for a step whose rollouts are sampled already, which would be lost.
         metrics = self.evaluation.run(step, None if self.source.sampled else stop)
+        if metrics:
+            self.ledger.charge_metered()  # what the evaluation has cost, which the next step does not cost again
         if not self.source.sampled:
             if stop.requested and sent is None:
                 self._charge_stopped(step, prepared)
@@ -367,15 +369,17 @@ class Trainer:
 
         The candidates are one more minibatch of the step's update. Only the terms that need them are evaluated on it.
         """
+        if not (self.candidates and self.prepared and self._samples_candidates(step)):
+            return
         at = StepPosition(step, self.schedule.num_steps, 1 / self.source.num_minibatches, on_candidates=True)
-        if not (self.candidates and self.prepared and self.objective.due(step, on_candidates=True)):
-            return
-        if not self.candidates.is_due(step):
-            return
         prompts = self.prepared[0].batch
         batch = self.candidates.start(step, prompts, self.run.client)
         candidates = prepare_batch(batch, self.objective, None, self.executor, at, passes=2)
         self.prepared = [*self.prepared, replace(candidates, prompts=prompts)]
+
+    def _samples_candidates(self, step: int) -> bool:
+        is_due = self.candidates is not None and self.candidates.is_due(step)
+        return is_due and bool(self.objective.due(step, on_candidates=True))
 
     def _request_forward(self, step: int) -> None:
         """Enqueue the forward pass of the prepared step, if it needs one, unless the budget ends the run before it."""
@@ -387,10 +391,19 @@ class Trainer:
             batch = prepared.batch.result()
         needs_logprobs = self.step_objective.needs_logprobs(prepared)
         # Includes the pass that checks the last update. The other minibatches are assumed to be as long as the first.
-        num_tokens = (3 if needs_logprobs else 2) * batch.num_tokens * len(self.prepared)
+        num_minibatches = sum(not minibatch.is_candidates for minibatch in self.prepared)
+        num_passes_after = 1 + self.objective.measures_effects(step)
+        num_tokens = ((2 if needs_logprobs else 1) + num_passes_after) * batch.num_tokens * num_minibatches
         num_tokens += self.evaluation.num_tokens(step)
         num_tokens += self.evaluation.num_tokens(step + 1) if step + 1 == self.schedule.num_steps else 0
         _, uncounted = self.source.sampled_for(step)
+        if self.candidates and self._samples_candidates(step):
+            self.ledger.add_sampled(self.candidates.take_sampled())
+            settings = self.candidates.settings
+            most = most_tokens(prompts_of(batch), settings.num, settings.max_tokens)
+            num_tokens += (1 + num_passes_after) * (most.num_prefill_tokens + most.num_sample_tokens)
+            # With `overlap`, the candidates of the following step are sampled before its budget is checked.
+            uncounted += most.times(2 if settings.overlap else 1)
         if not self.ledger.covers(step, num_tokens, uncounted):
             if prepared.reference and not self.source.sampled:
                 prepared.reference.result()  # the reference already scores the batch, which has to be paid for
@@ -472,7 +485,8 @@ class Trainer:
         client, at, batch = self.run.client, prepared.at, prepared.batch.result()
         adam = self.config.adam.params(self.schedule.learning_rate_at(at.step)) if is_last else None
         loss = None if linearized else self.step_objective.service_loss(prepared)
-        self.last_batch = batch
+        if not prepared.is_candidates:
+            self.last_batch = batch
         self.ledger.add(batch.num_tokens)
         if loss:
             weight_of = self.objective.factors(batch, at.step, at.num_steps, at.share)

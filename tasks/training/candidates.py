@@ -279,6 +279,16 @@ def pack_candidates(
     )
 
 
+def most_tokens(prompts: Sequence[Sequence[int]], num: int, max_tokens: int) -> SampledTokens:
+    """Count the tokens of `num` candidates of each prompt, if all have the maximum length.
+
+    >>> most_tokens([[5, 6, 7]], num=2, max_tokens=10)
+    SampledTokens(num_prefill_tokens=6, num_sample_tokens=20, num_cached_tokens=3, num_scoring_tokens=0)
+    """
+    num_prompt_tokens = sum(map(len, prompts))
+    return SampledTokens(num * num_prompt_tokens, num * max_tokens * len(prompts), (num - 1) * num_prompt_tokens)
+
+
 def prompts_of(batch: Batch) -> list[list[int]]:
     """Return the tokens of each prompt of a supervised batch, without datums that have no trained token."""
     return [_prompt_tokens(batch, row) for row in first_rows(batch)]

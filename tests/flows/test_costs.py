@@ -261,6 +261,22 @@ def price_table(folder: Path) -> str:
     return str(folder / "prices.json")
 
 
+def test_a_budget_covers_the_teacher(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    """Its scores cost most of each step."""
+    fields = distill_fields(tmp_path, "unlimited", mlflow_uri, engine_url) | {"num_steps": 4, "eval_every": 0}
+    prompt = "Say nothing but letters. " * 20
+    fields |= {"datasets": [{"environment": environment(tmp_path, teacher_prompt=prompt, group_size=2)}]}
+    prices = {"prices": price_table(tmp_path)}
+    result = on_policy_distillation(OnPolicyConfig.model_validate(fields | {"budget": prices}))
+    history = MlflowClient(mlflow_uri).get_metric_history(result.mlflow_run_id, "cost/usd")
+    usd = {point.step: point.value for point in history}
+    budget = prices | {"usd": (usd[2] + usd[3]) / 2}
+    limited = on_policy_distillation(OnPolicyConfig.model_validate(fields | {"run_name": "limited", "budget": budget}))
+    assert "would have cost" in limited.stopped
+    assert limited.num_steps in (2, 3)
+    assert limited.metrics["cost/budget_share"] <= 1
+
+
 def assert_between(low: TokenCosts, costs: dict[str, float], high: TokenCosts) -> None:
     assert low.num_train_tokens <= costs["num_train_tokens"] <= high.num_train_tokens
     assert is_between(low.usd, costs["usd"], high.usd)

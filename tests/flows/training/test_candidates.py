@@ -35,6 +35,26 @@ def fields(folder: Path, run_name: str, mlflow_uri: str, engine_url: str, **chan
 
 
 @pytest.mark.parametrize("overlap", [True, False])
+def test_a_budget_covers_candidates(tmp_path: Path, engine_url: str, mlflow_uri: str, overlap: bool) -> None:
+    """Their tokens and their passes cost most of each step."""
+    prices = tmp_path / "prices.json"
+    row = {"tinker_id": "tiny", "prefill": "$10", "sample": "$100", "train": "$1000", "cached_prefill": "$1"}
+    prices.write_text(json.dumps([row]))
+    changes = {"candidates": {"num": 8, "max_tokens": 40, "overlap": overlap}}
+    config = fields(
+        tmp_path, "unlimited", mlflow_uri, engine_url, budget={"prices": str(prices)}, num_steps=5, **changes
+    )
+    history = MlflowClient(mlflow_uri).get_metric_history(sft(config).mlflow_run_id, "cost/usd")
+    usd = {point.step: point.value for point in history}
+    limit = usd[3] + 0.1 * (usd[4] - usd[3])
+    budget = {"prices": str(prices), "usd": limit}
+    limited = sft(config.model_copy(update={"run_name": "limited", "budget": config.budget.model_validate(budget)}))
+    assert "would have cost" in limited.stopped
+    assert 2 <= limited.num_steps < 5
+    assert limited.metrics["cost/budget_share"] <= 1
+
+
+@pytest.mark.parametrize("overlap", [True, False])
 def test_sampled_candidates_train_and_are_stored(
     tmp_path: Path, engine_url: str, mlflow_uri: str, overlap: bool
 ) -> None:
