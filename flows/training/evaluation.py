@@ -68,6 +68,7 @@ class Evaluation:
         self._examples = open_examples(run, config, evaluators)
         self._examples_s = 0.0
         self._is_checked = False
+        self._failed_terms: Mapping[str, str] = {}  # reasons of the last evaluation
         self._not_finite: set[str] = set()
 
     def close(self) -> None:
@@ -180,7 +181,8 @@ class Evaluation:
         measured = HeldOutTerms()
         for measured_terms, batches in inputs:
             measured |= measure_held_out(measured_terms, batches, self._executor, self._reference, step)
-        for name, reason in measured.failed.items():
+        failed, self._failed_terms = self._failed_terms, measured.failed
+        for name, reason in sorted(measured.failed.items() - failed.items()):
             text = f"Term {name} has no value on the held-out data: {reason}"
             note_warning(self._run.log, f"held_out.{name}", text)
         return measured
