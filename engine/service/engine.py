@@ -231,7 +231,10 @@ class Engine:
         sampler_id = f"{session_id}:sample:{seq_id}"
         if sampler_id not in session.samplers:
             session.samplers[sampler_id] = self._create_sampler(sampler_id, name, checkpoint)
-            session.journal.append({"type": "sampler", "sampler": sampler_id, "base": name, "path": model_path})
+            folder = checkpoint.folder if checkpoint else None
+            session.journal.append(
+                {"type": "sampler", "sampler": sampler_id, "base": name, "path": model_path, "folder": folder}
+            )
         return session.samplers[sampler_id]
 
     async def new_snapshot_sampler(self, model: TrainingModel, seq_id: int) -> Sampler:
@@ -281,10 +284,12 @@ class Engine:
             model = TrainingModel(model_id, self._training_services, ModelJournal(journal, model_id))
             model.restore(model_history)
             session.models[model_id] = model
-        for sampler_id, (base_name, path) in history.samplers.items():
+        for sampler_id, sampler in history.samplers.items():
             try:
-                checkpoint = self.checkpoints.find(parse_path(path)) if path else None
-                session.samplers[sampler_id] = self._create_sampler(sampler_id, base_name, checkpoint)
+                checkpoint = self.checkpoints.find(parse_path(sampler.path)) if sampler.path else None
+                if checkpoint is not None and sampler.folder not in (None, checkpoint.folder):
+                    raise RequestError(f"{sampler.path} was replaced after this sampler was created.")
+                session.samplers[sampler_id] = self._create_sampler(sampler_id, sampler.base_model, checkpoint)
             except EngineError as error:
                 log.warning("The sampler %s was not restored: %s", sampler_id, error)
 

@@ -34,16 +34,30 @@ class ModelHistory:
         return self.origin is not None and self.last_change <= self.origin_seq_id
 
 
+@dataclass(frozen=True, slots=True)
+class SamplerHistory:
+    """Weights of one sampler.
+
+    Attributes:
+        path: path of the checkpoint; None is the base model.
+        folder: the checkpoint's folder, which detects that another save replaced the checkpoint; None in old journals.
+    """
+
+    base_model: str
+    path: str | None
+    folder: str | None
+
+
 @dataclass(slots=True)
 class SessionHistory:
-    """Session, as recorded by its journal. `samplers` maps ids to base model name and checkpoint path."""
+    """Session, as recorded by its journal."""
 
     session_id: str
     created_at: datetime
     user_metadata: dict[str, str]
     display_name: str | None
     models: dict[str, ModelHistory] = field(default_factory=dict)
-    samplers: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    samplers: dict[str, SamplerHistory] = field(default_factory=dict)
 
     @staticmethod
     def from_records(records: Iterable[Record]) -> SessionHistory:
@@ -61,7 +75,7 @@ class SessionHistory:
 
     def _add(self, record: Record) -> None:
         if record["type"] == "sampler":
-            self.samplers[record["sampler"]] = (record["base"], record["path"])
+            self.samplers[record["sampler"]] = SamplerHistory(record["base"], record["path"], record.get("folder"))
             return
         model = self.models.setdefault(record["model"], ModelHistory())
         seq_id = record["seq"]

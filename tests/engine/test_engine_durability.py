@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import threading
@@ -135,8 +136,31 @@ def running_sample_is_requested_again(engine: EngineProcess, batch: list[types.D
     service.close("success").result()
 
 
+def sampler_of_replaced_weights_is_lost(engine: EngineProcess, batch: list[types.Datum]) -> Iterator[None]:
+    """It must not sample from the weights that replaced its own; a journal of release 0.1 names no weights."""
+    service = service_of(engine)
+    trainer = service.create_lora_training_client(base_model="tiny", rank=4, seed=3).result()
+    path = trainer.save_weights_for_sampler("s").result().path
+    replaced = service.create_sampling_client(path).result()
+    train(trainer, batch, 1)
+    trainer.save_weights_for_sampler("s").result()
+    current = service.create_sampling_client(path).result()
+    with (engine.state / "sessions" / f"{service.holder.get_session_id()}.jsonl").open("a") as file:
+        old = f"{service.holder.get_session_id()}:sample:99"
+        file.write(json.dumps({"type": "sampler", "sampler": old, "base": "tiny", "path": path}) + "\n")
+    prompt = types.ModelInput.from_ints([1, 2, 3])
+    before = current.compute_logprobs(prompt).result()
+    yield
+    assert current.compute_logprobs(prompt).result() == before
+    assert httpx.get(f"{engine.url}/api/v1/samplers/{old}").json()["model_path"] == path
+    with pytest.raises(tinker.NotFoundError, match="create a new sampling client"):
+        replaced.compute_logprobs(prompt).result()
+    service.close("success").result()
+
+
 SCENARIOS = (
     saved_models_continue,
+    sampler_of_replaced_weights_is_lost,
     lost_training_is_reported,
     checkpoint_excludes_accumulated_gradient,
     responses_and_seq_ids_survive,
