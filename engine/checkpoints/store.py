@@ -116,14 +116,22 @@ class CheckpointStore:
         """Read the tensors of one file, `ADAPTER` or `OPTIMIZER`, and verify its checksum.
 
         Raises:
+            NotFoundError: the checkpoint was replaced or deleted since `find`.
             RequestError: the checkpoint has no such file.
             EngineError: the file is damaged.
         """
         stored = checkpoint.files.get(file)
         if stored is None:
             raise RequestError(f"The checkpoint {checkpoint.name.path} has {_MISSING[file]}")
-        path = self.file_path(checkpoint, file)
-        content = path.read_bytes() if path.is_file() else b""
+        try:
+            content = self.file_path(checkpoint, file).read_bytes()
+        except FileNotFoundError as error:
+            if not self._may_name(self._description_path(checkpoint.name), checkpoint.folder):
+                raise NotFoundError(
+                    f"The weights of {checkpoint.name.path} were replaced or deleted after this client was created: "
+                    "create a new client."
+                ) from error
+            content = b""
         if hashlib.sha256(content).hexdigest() != stored.sha256:
             raise EngineError(
                 f"The checkpoint {checkpoint.name.path} is damaged: {file} has {len(content)} bytes that do not match "

@@ -56,7 +56,7 @@ class AdapterStore:
         """Return the adapter, read first if it is not in memory.
 
         Raises:
-            EngineError: the adapter's checkpoint was deleted, is damaged, or does not fit the base model.
+            EngineError: the adapter's checkpoint was replaced or deleted, is damaged, or does not fit the base model.
         """
         if self._adapter is None:
             assert self._read is not None

@@ -20,7 +20,7 @@ from engine.checkpoints.names import CheckpointName
 from engine.checkpoints.runs import RunStore
 from engine.checkpoints.store import CheckpointStore, pack
 from engine.compute.lora import LoraSpec
-from engine.errors import EngineError
+from engine.errors import EngineError, NotFoundError
 
 STATE_OF_0_1 = Path(__file__).parents[1] / "flows" / "runs" / "data" / "run_of_0_1" / "engine"
 
@@ -73,6 +73,19 @@ def test_a_failed_flush_leaves_a_readable_checkpoint(tmp_path: Path, monkeypatch
             with pytest.raises(EngineError, match="could not be written"):
                 store.save(name, metadata, {ADAPTER: new}, overwrite=True)
         assert store.read(store.find(name), ADAPTER)["w"].tolist() == [expected] * 2
+
+
+def test_read_of_a_replaced_or_deleted_checkpoint_says_so(tmp_path: Path) -> None:
+    """A sampler reads the weights when it is first used, and again after they were evicted from memory."""
+    store, name = CheckpointStore(tmp_path), CheckpointName("a:train:0", "sampler_weights", "b")
+    metadata, files = SaveMetadata("tiny", LoraSpec(rank=1, seed=0)), {ADAPTER: pack({"w": torch.ones(2)})}
+    first = store.save(name, metadata, files, overwrite=False)
+    second = store.save(name, metadata, files, overwrite=True)
+    assert store.read(second, ADAPTER)["w"].tolist() == [1.0, 1.0]
+    store.delete(name)
+    for checkpoint in (first, second):
+        with pytest.raises(NotFoundError, match=r"/b were replaced or deleted .*: create a new client"):
+            store.read(checkpoint, ADAPTER)
 
 
 @pytest.mark.process
