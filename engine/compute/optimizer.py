@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from tinker.types import AdamParams
@@ -29,19 +29,14 @@ class Optimizer:
             Norm of the gradient before clipping; None without clipping.
 
         Raises:
-            RequestError: a parameter is out of range, or the gradient is not finite; the weights are unchanged.
+            RequestError: a parameter is out of range, or the gradient or its square is not finite; the weights are
+                unchanged.
         """
         _check(params)
         try:
-            norm = None
-            if params.grad_clip_norm > 0:
-                norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), params.grad_clip_norm))
             gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-            if not bool(torch.nn.utils.get_total_norm(gradients, norm_type=math.inf).isfinite()):
-                raise RequestError(
-                    "The gradient is not finite, so it was dropped and the weights are unchanged: "
-                    "check the loss, or lower the learning rate."
-                )
+            norm = self._clip(gradients, params.grad_clip_norm) if params.grad_clip_norm > 0 else None
+            _check_size(float(torch.nn.utils.get_total_norm(gradients, norm_type=math.inf)))
             (group,) = self._adam.param_groups
             group.update(
                 lr=params.learning_rate,
@@ -76,6 +71,32 @@ class Optimizer:
             keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in state]
             if keys:
                 self._adam.state[parameter] = {key: state[f"{name}.{key}"].clone().to(parameter.device) for key in keys}
+
+    def _clip(self, gradients: Sequence[Tensor], max_norm: float) -> float:
+        """Scale the gradient to a norm of at most ``max_norm``; return its norm before."""
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if math.isfinite(norm):
+            torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), max_norm, norm)
+            return float(norm)
+        # The squares overflow float32.
+        exact = math.hypot(*(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) for gradient in gradients))
+        for gradient in gradients:
+            gradient.copy_(gradient.double() * min(1.0, max_norm / exact))
+        return exact
+
+
+def _check_size(largest: float) -> None:
+    """Raise a RequestError if the largest absolute value of a gradient, or its square in the moments, is not finite."""
+    if not math.isfinite(largest):
+        raise RequestError(
+            "The gradient is not finite, so it was dropped and the weights are unchanged: "
+            "check the loss, or lower the learning rate."
+        )
+    if largest**2 > torch.finfo(torch.float32).max:
+        raise RequestError(
+            f"The gradient has an element of size {largest:.3g}, whose square is not finite, so it was dropped and the "
+            "weights are unchanged: check the loss, or set grad_clip_norm."
+        )
 
 
 def _check(params: AdamParams) -> None:

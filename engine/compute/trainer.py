@@ -68,8 +68,8 @@ class Trainer:
         """Update the weights from the accumulated gradient; return its norm before clipping, None without clipping.
 
         Raises:
-            RequestError: a forward_backward since the last step failed, a parameter is invalid, or the gradient is not
-                finite; the weights are unchanged.
+            RequestError: a forward_backward since the last step failed, a parameter is invalid, or the gradient or its
+                square is not finite; the weights are unchanged.
         """
         reason, self.gradient_error = self.gradient_error, None
         if reason is not None:

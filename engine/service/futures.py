@@ -26,7 +26,7 @@ class WireResponse:
 
     @staticmethod
     def json(content: Mapping[str, object]) -> WireResponse:
-        return WireResponse(json.dumps(content).encode(), "application/json")
+        return WireResponse(json.dumps(content, allow_nan=False).encode(), "application/json")
 
     @staticmethod
     def failure(message: str, category: str) -> WireResponse:

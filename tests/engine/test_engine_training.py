@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,11 @@ from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file
 from tinker import types
 from transformers import AutoModelForCausalLM
+
+from engine.compute.base import BaseModel
+from engine.compute.lora import LoraSpec
+from engine.compute.optimizer import Optimizer
+from engine.errors import RequestError
 
 ADAM = types.AdamParams(learning_rate=1e-2, eps=1e-8, weight_decay=0.01, grad_clip_norm=1.0)
 
@@ -90,6 +96,47 @@ def test_a_norm_that_is_never_reached_changes_nothing(
         metrics = client.optim_step(types.AdamParams(learning_rate=1e-2, grad_clip_norm=norm)).result().metrics
         assert bool(metrics) == bool(norm), "without clipping the service computes no norm"
     torch.testing.assert_close(logprobs(trainer, batch), logprobs(other, batch), atol=1e-6, rtol=0)
+
+
+def make_optimizer(base: BaseModel, gradient: float) -> tuple[Optimizer, dict[str, torch.Tensor]]:
+    """Return the optimizer and the weights of an adapter with this number as each element of the gradient."""
+    adapter = base.new_adapter(LoraSpec(rank=4, seed=1))
+    parameters = dict(adapter.named_parameters())
+    for parameter in parameters.values():
+        parameter.grad = torch.full_like(parameter, gradient)
+    return Optimizer(adapter), parameters
+
+
+@pytest.mark.parametrize("gradient", [1e19, 3e38])
+def test_clipping_a_gradient_whose_norm_overflows_float32(base: BaseModel, gradient: float) -> None:
+    optimizer, weights = make_optimizer(base, gradient)
+    num_elements = sum(weight.numel() for weight in weights.values())
+    norm = optimizer.step(types.AdamParams(grad_clip_norm=1.0))
+    assert norm == pytest.approx(gradient * num_elements**0.5, rel=1e-6)
+    moments = torch.cat([value.flatten() for name, value in optimizer.state().items() if name.endswith("exp_avg")])
+    torch.testing.assert_close(moments, torch.full_like(moments, 0.1 / num_elements**0.5))
+
+
+@pytest.mark.parametrize(
+    ("gradient", "sentence"),
+    [
+        (math.nan, "The gradient is not finite, so it was dropped"),
+        (math.inf, "The gradient is not finite, so it was dropped"),
+        (1e20, r"The gradient has an element of size 1e\+20, whose square is not finite, so it was dropped"),
+    ],
+)
+@pytest.mark.parametrize("norm", [0.0, 1e38])
+def test_a_gradient_that_would_break_the_moments_is_dropped(
+    base: BaseModel, gradient: float, sentence: str, norm: float
+) -> None:
+    optimizer, weights = make_optimizer(base, gradient)
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    with pytest.raises(RequestError, match=sentence):
+        optimizer.step(types.AdamParams(grad_clip_norm=norm))
+    assert not optimizer.state()
+    for name, weight in weights.items():
+        assert weight.grad is None
+        assert torch.equal(weight, before[name])
 
 
 def test_gradients_of_one_step_add_up(
