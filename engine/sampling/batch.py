@@ -7,6 +7,7 @@ logits; a deterministic batch prevents even this (`engine.sampling.batch_groups`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -291,6 +292,9 @@ class Batch:
                 top = (logits_RV[index] - normalizer_R[index]).topk(k)
                 row.top.append(TopTokens(top.indices.int().cpu(), top.values.cpu()))
         for row, token, logprob in zip(rows, tokens_R.tolist(), logprobs_R.tolist(), strict=True):
+            if not math.isfinite(logprob):
+                row.request.is_finite, row.stopped = False, True
+                continue
             row.tokens.append(token)
             row.logprobs.append(logprob)
             row.stopped = ends_with_stop(row.tokens, row.request.job, self.base.loaded.tokenizer)

@@ -55,12 +55,17 @@ class Row:
 
 
 class SamplingRequest:
-    """A job with its adapter (None is the base model), its rows and its prompt scores, once computed."""
+    """A job with its adapter (None is the base model), its rows and its prompt scores, once computed.
+
+    Attributes:
+        is_finite: False after a row had logits that are not finite, so that the request fails.
+    """
 
     def __init__(self, job: SampleJob, adapter: Adapter | None) -> None:
         self.job = job
         self.adapter = adapter
         self.prompt_scores: PromptScores | None = None
+        self.is_finite = True
         self.rows = [Row(self, sample) for sample in range(job.num_samples)]
         # Requests with equal keys share a prefill: same prompt and no prompt scores. Clients often send
         # the samples of a group as separate requests. Bytes compute their hash only once.

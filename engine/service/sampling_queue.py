@@ -10,7 +10,7 @@ from time import perf_counter
 
 from engine.compute.base import BaseModel
 from engine.compute.lora import Adapter
-from engine.errors import BusyError
+from engine.errors import BusyError, RequestError
 from engine.memory.capacity import max_cache_bytes, max_pass_tokens
 from engine.sampling.batch import Batch
 from engine.sampling.job import SampleJob, SampleResult
@@ -160,7 +160,16 @@ class SamplingQueue:
 
     def _deliver_results(self) -> None:
         for request, (_, result) in self._open.items():
-            if request.done and not result.done():
+            if result.done():
+                continue
+            if not request.is_finite:
+                result.set_exception(
+                    RequestError(
+                        "These weights give logits that are not finite: sample from earlier weights, and train with a "
+                        "lower learning rate."
+                    )
+                )
+            elif request.done:
                 result.set_result(request.result())
 
     def _fail(self, error: Exception) -> None:

@@ -12,11 +12,14 @@ from typing import Any
 import httpx
 import pytest
 import tinker
+import torch
 from engine_process import API_KEY, running_engine
 from sampling_jobs import make_job
 from tinker import types
 
 from engine.compute.base import BaseModel
+from engine.compute.lora import LoraSpec
+from engine.errors import RequestError
 from engine.routes.app import make_app
 from engine.sampling.job import SampleJob, SampleResult
 from engine.service import sampling_queue
@@ -145,6 +148,30 @@ def test_failure_affects_only_its_request(base: BaseModel, settings: Settings) -
         return len((await good).sequences[0].tokens)
 
     assert asyncio.run(main()) == 30
+
+
+def test_weights_that_give_nan_fail_their_request(
+    base: BaseModel, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its waiting rows are dropped, and the other requests in the batch have the same tokens as alone."""
+    monkeypatch.setattr(sampling_queue, "MAX_ROWS", 3)
+    diverged = base.new_adapter(LoraSpec(rank=1, seed=1))
+    with torch.no_grad():
+        for _, weight in diverged.named_parameters():
+            weight.fill_(1e30)
+
+    async def main() -> tuple[SampleResult, SampleResult]:
+        queue = SamplingQueue(base, Worker(), settings)
+        alone = await queue.sample("a", make_job(1, max_tokens=30), lambda: None)
+        good = asyncio.create_task(queue.sample("a", make_job(1, max_tokens=30), lambda: None))
+        with pytest.raises(RequestError, match="These weights give logits that are not finite: sample from earlier"):
+            await queue.sample("b", make_job(2, num_samples=9), lambda: diverged)
+        result = await good
+        await until_idle(queue)
+        return alone, result
+
+    alone, result = asyncio.run(main())
+    assert result.sequences[0].tokens == alone.sequences[0].tokens
 
 
 @asynccontextmanager
