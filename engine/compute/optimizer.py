@@ -100,15 +100,16 @@ def _check_size(largest: float) -> None:
 
 
 def _check(params: AdamParams) -> None:
-    for name, limit in (
-        ("learning_rate", math.inf),
-        ("beta1", 1),
-        ("beta2", 1),
-        ("eps", math.inf),
-        ("weight_decay", math.inf),
-        ("grad_clip_norm", math.inf),
+    for name, least, limit in (
+        ("learning_rate", 0, math.inf),
+        ("beta1", 0, 1),
+        ("beta2", 0, 1),
+        # With an eps of 0, a weight whose gradient has always been 0 becomes 0 / 0, such as A at the first step.
+        ("eps", torch.finfo(torch.float32).tiny, math.inf),
+        ("weight_decay", 0, math.inf),
+        ("grad_clip_norm", 0, math.inf),
     ):
         value = getattr(params, name)
-        if not 0 <= value < limit:
-            allowed = "a finite number of at least 0" if limit == math.inf else f"at least 0 and less than {limit}"
+        if not least <= value < limit:
+            allowed = f"at least 0 and less than {limit}" if limit == 1 else f"a finite number of at least {least:g}"
             raise RequestError(f"{name} of the optimizer is {value}; use {allowed}.")

@@ -149,7 +149,9 @@ def test_error_names_unsupported_options(service: tinker.ServiceClient, trainer:
         service.create_lora_training_client(base_model="tiny", optimizer=types.DimuonOptimizerConfig()).result()
 
 
-@pytest.mark.parametrize("change", [{"learning_rate": -1.0}, {"beta1": 1.0}, {"eps": -1e-9}])
+@pytest.mark.parametrize(
+    "change", [{"learning_rate": -1.0}, {"beta1": 1.0}, {"eps": -1e-9}, {"eps": 0.0}, {"eps": 1e-40}]
+)
 def test_error_names_the_bad_optimizer_parameter(trainer: tinker.TrainingClient, change: dict[str, float]) -> None:
     with pytest.raises(tinker.RequestFailedError, match=f"{next(iter(change))} of the optimizer is"):
         trainer.optim_step(types.AdamParams(**change)).result()
