@@ -12,11 +12,13 @@ from torch import Tensor
 
 # Number of likeliest tokens to sort. The whole vocabulary is sorted only for the few rows whose limits reach further.
 NUM_CANDIDATES = 1024
+# Below it, the likeliest token has all of the probability, and logits divided by the temperature may overflow.
+MIN_TEMPERATURE = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
 class RowSamplingParams:
-    """Sampling parameters of ``R`` rows; `temperature_R` 0 is greedy, `top_k_R` is at least 1."""
+    """Sampling parameters of ``R`` rows; `temperature_R` below `MIN_TEMPERATURE` is greedy, `top_k_R` is at least 1."""
 
     temperature_R: Tensor
     top_k_R: Tensor
@@ -37,7 +39,7 @@ def choose_tokens(logits_RV: Tensor, params: RowSamplingParams, uniform_R: Tenso
         int64 ``(R,)``.
     """
     vocab_size = logits_RV.shape[1]
-    greedy_R = params.temperature_R == 0
+    greedy_R = params.temperature_R < MIN_TEMPERATURE
     limited_R = ((params.top_k_R < vocab_size) | (params.top_p_R < 1)) & ~greedy_R
     tokens_R = logits_RV.argmax(dim=1)
     for draw, selected_R in ((_draw, ~limited_R & ~greedy_R), (_draw_limited, limited_R)):

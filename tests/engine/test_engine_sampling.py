@@ -125,7 +125,7 @@ def test_tokenizer_of_a_sampler_loads(service: tinker.ServiceClient, trainer: ti
 
 def test_draws_follow_the_distribution() -> None:
     """Frequencies of 20,000 draws match the probabilities, also under top-k and top-p limits."""
-    logits_V = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])
+    logits_V = torch.tensor([20.0, 19.0, 18.0, 17.0, float("-inf")])
     num = 20_000
     uniform_R = torch.rand(num, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -138,6 +138,9 @@ def test_draws_follow_the_distribution() -> None:
 
     torch.testing.assert_close(frequencies(1.0, 5, 1.0), logits_V.softmax(0), atol=0.01, rtol=0)
     torch.testing.assert_close(frequencies(0.5, 5, 1.0), (2 * logits_V).softmax(0), atol=0.01, rtol=0)
+    for cold in (0.0, 1e-39, 1e-37, 1e-30, 1e-10):
+        assert frequencies(cold, 5, 1.0)[0] == 1
+        assert frequencies(cold, 4, 0.9)[0] == 1
     two = logits_V[:2].softmax(0)
     torch.testing.assert_close(frequencies(1.0, 2, 1.0)[:2], two, atol=0.01, rtol=0)
     torch.testing.assert_close(frequencies(1.0, 5, 0.7)[:2], two, atol=0.01, rtol=0)
