@@ -18,7 +18,7 @@ class Row:
 
     def __init__(self, request: SamplingRequest, sample: int) -> None:
         self.request = request
-        self.random = random.Random(request.job.seed + sample)
+        self.random = random.Random((request.job.seed + sample) % 2**64)  # it ignores the sign of an integer
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.top: list[TopTokens] = []

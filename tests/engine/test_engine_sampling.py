@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from sampling_jobs import make_job
 from tinker import types
 
 from engine.sampling.choose import RowSamplingParams, choose_tokens
+from engine.sampling.request import SamplingRequest
 
 PROMPT = types.ModelInput.from_ints(list(b"to be or"))
 
@@ -59,6 +61,12 @@ def test_seed_repeats_samples_and_samples_differ(sampler: tinker.SamplingClient)
     assert sample(sampler)[0].tokens != sample(sampler)[0].tokens
     assert first.stop_reason == "length"
     assert len(first.tokens) == 12
+
+
+def test_negative_seeds_are_seeds_of_their_own() -> None:
+    requests = [SamplingRequest(make_job(seed, num_samples=5), None) for seed in (-2, 2)]
+    numbers = {row.random.random() for request in requests for row in request.rows}
+    assert len(numbers) == 9  # of the seeds -2 to 6; both requests have 2
 
 
 def test_greedy_chooses_the_likeliest_token(sampler: tinker.SamplingClient) -> None:
