@@ -96,6 +96,6 @@ def ends_with_stop(tokens: list[int], job: SampleJob, tokenizer: PreTrainedToken
     if not job.stop_strings:
         return False
     longest = max(len(stop.encode()) for stop in job.stop_strings)
-    text = tokenizer.decode(tokens[-(longest + STOP_MARGIN) :])
+    text = tokenizer.decode(tokens[-(longest + STOP_MARGIN) :], clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return any(stop in text for stop in job.stop_strings)

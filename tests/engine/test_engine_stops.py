@@ -46,6 +46,14 @@ def test_partial_character_does_not_stop() -> None:
     assert stop_length(tokens[:-2], ("\u00e9",)) is None
 
 
+def test_stop_strings_do_not_depend_on_the_spaces_that_a_tokenizer_cleans_up() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = True
+    tokens = tokenizer.encode("Stop , now")
+    assert stop_length(tokens, ("p, now",), tokenizer) is None
+    assert stop_length(tokens, ("p , now",), tokenizer) == len(tokens)
+
+
 def test_stop_token_stops() -> None:
     job = make_job(0, stop_tokens=frozenset({98}))
     assert ends_with_stop([97, 98], job, TOKENIZER)
