@@ -83,7 +83,22 @@ class BoundLoss:
                 inputs[name] = inputs[name].expand(shape)
         for name, value in inputs.items():
             _check_values(value, f"{name} of datum {index}", shape)
+        if inputs.keys() & {CLIP_LOW, CLIP_HIGH}:
+            self._check_thresholds(inputs, index)
         return Datum(datum.tokens_T, datum.targets, inputs)
+
+    def _check_thresholds(self, inputs: Mapping[str, Tensor], index: int) -> None:
+        """Apply the rules of `BuiltInLoss.check_params` to the thresholds that datum ``index`` sets itself."""
+        low, high = (inputs.get(name, torch.tensor(self.params[name])) for name in (CLIP_LOW, CLIP_HIGH))
+        for name, value in ((CLIP_LOW, low), (CLIP_HIGH, high)):
+            if bool((value < 0).any()):
+                raise RequestError(f"{name} of datum {index} contains {value.min():g}; use numbers of at least 0.")
+        low, high = torch.broadcast_tensors(low, high)
+        if bool((crossed := low > high).any()):
+            raise RequestError(
+                f"Datum {index} has {CLIP_LOW}={low[crossed][0]:g} above {CLIP_HIGH}={high[crossed][0]:g}; set them in "
+                "ascending order, as bounds of the ratio itself (0.8, not 0.2)."
+            )
 
     def trained_mask(self, datum: Datum) -> Tensor:
         if self.loss.gating_input is None:

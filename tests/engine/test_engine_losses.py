@@ -190,6 +190,27 @@ def test_datum_can_set_its_own_clip_thresholds(trainer: tinker.TrainingClient, r
 
 
 @pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({"clip_low_threshold": [3.0]}, "Datum 1 has clip_low_threshold=3 above clip_high_threshold=1.2; set them in"),
+        (
+            {"clip_high_threshold": [1.0, 0.5, 1.0]},
+            "has clip_low_threshold=0.8 above clip_high_threshold=0.5; set them",
+        ),
+        ({"clip_low_threshold": [-3.0]}, "clip_low_threshold of datum 1 contains -3; use numbers of at least 0"),
+    ],
+)
+def test_clip_thresholds_of_a_datum_are_checked(bounds: dict[str, list[float]], message: str) -> None:
+    loss = bind_loss("ppo", {})
+    tokens = torch.arange(3)
+    inputs = {name: torch.ones(3) for name in POLICY} | {name: torch.tensor(value) for name, value in bounds.items()}
+    with pytest.raises(RequestError, match=re.escape(message)):
+        loss.prepare(Datum(tokens, tokens, inputs), 1)
+    equal = {name: torch.ones(3) for name in POLICY} | {"clip_low_threshold": torch.tensor([1.2])}
+    loss.prepare(Datum(tokens, tokens, equal), 1)
+
+
+@pytest.mark.parametrize(
     ("name", "config", "without", "message"),
     [
         ("ppo", {}, "advantages", "Datum 0 has no advantages in its loss_fn_inputs, but the loss 'ppo' requires"),
