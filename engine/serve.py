@@ -18,6 +18,7 @@ from engine.compute.base import BaseModel
 from engine.listen import LOOPBACK, url_of
 from engine.models import ModelError, load_model, resolve_model
 from engine.routes.app import make_app
+from engine.sampling.self_test import checked_base
 from engine.service.engine import Engine
 from engine.service.settings import Settings
 from engine.service.worker import Worker
@@ -88,7 +89,7 @@ def _load_models(settings: Settings) -> dict[str, BaseModel]:
     bases = {}
     for name in settings.models:
         path = resolve_model(name, settings.cache)
-        bases[name] = BaseModel(load_model(path, settings.device, settings.dtype, name))
+        bases[name] = checked_base(load_model(path, settings.device, settings.dtype, name))
         if settings.deterministic and not bases[name].keeps_bits():
             raise ModelError(
                 f"--deterministic is not possible for {name} on this processor, whose matrix products give a row "

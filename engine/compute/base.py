@@ -36,7 +36,6 @@ class BaseModel:
         head = loaded.model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ModelError(f"{loaded.name} has no linear output head, which this engine requires: use another model.")
-        _reject_rescaled_logits(loaded)
         register_cached_attention(loaded.model)
         self._head = head
         self._active = ActiveAdapters()
@@ -186,14 +185,3 @@ def _wrap_activations(decoder: nn.Module) -> None:
         activation = getattr(module, "act_fn", None)
         if isinstance(activation, nn.Module):
             module.act_fn = RowwiseActivation(activation)
-
-
-def _reject_rescaled_logits(loaded: LoadedModel) -> None:
-    """Raise a ModelError if the model transforms its logits: the engine computes a plain matrix product."""
-    config = loaded.model.config.get_text_config()
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, name, None) not in (None, 1.0):
-            raise ModelError(
-                f"{loaded.name} rescales its logits ({name} = {getattr(config, name)}), which this engine does "
-                "not support: use another model."
-            )

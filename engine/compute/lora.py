@@ -129,8 +129,11 @@ class LoraLinear(nn.Module):
 
 
 def wrap_linears(root: nn.Module, prefix: str, active: ActiveAdapters) -> dict[str, nn.Linear]:
-    """Replace every linear layer under ``root`` by a `LoraLinear`; return the original layers by full name."""
-    linears = {name: module for name, module in root.named_modules() if isinstance(module, nn.Linear)}
+    """Replace every linear layer under ``root`` by a `LoraLinear`; return the original layers by full name.
+
+    Subclasses, such as routers of experts, stay as they are: some return more than the product.
+    """
+    linears = {name: module for name, module in root.named_modules() if type(module) is nn.Linear}
     for name, layer in linears.items():
         parent, _, child = name.rpartition(".")
         setattr(root.get_submodule(parent), child, LoraLinear(layer, f"{prefix}{name}", active))
