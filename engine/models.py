@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -179,7 +179,7 @@ def load_model(path: Path, device: str, dtype: DtypeName, name: str | None = Non
         path=path,
         device=target,
         dtype=dtype,
-        max_context=model.config.get_text_config().max_position_embeddings,
+        max_context=_max_context(model),
         vocab_size=cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings,
         eos_token_ids=_eos_token_ids(model, tokenizer),
     )
@@ -208,6 +208,19 @@ def _device(name: str) -> torch.device:
         raise ModelError(
             f"The device {name!r} cannot be used ({_reason(error)}): use cpu, or cuda if PyTorch finds a GPU."
         ) from error
+
+
+def _max_context(model: PreTrainedModel) -> int:
+    """Return the model's context length; with `longrope`, the length up to which its short factors apply.
+
+    transformers chooses short or long factors by the longest sequence of a batch. Beyond this length, a row would
+    depend on the other rows of its batch, and its new keys would disagree with its cached ones.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
+    short = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    return min([config.max_position_embeddings, *short])
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

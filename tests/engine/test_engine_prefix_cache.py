@@ -382,16 +382,30 @@ def test_sliding_window_covers_cached_tokens(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.tensor(result.sequences[0].logprobs), expected, atol=1e-4, rtol=0)
 
 
+def save_with_rope(path: Path, kind: str) -> BaseModel:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {}
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128, **factors}
+    return save_mistral(path, rope_parameters=rope)
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_positions_that_depend_on_the_length_are_not_cached(tmp_path: Path, kind: str) -> None:
-    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {}
-    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64, **factors}
-    base = save_mistral(tmp_path, rope_parameters=rope)
+    base = save_with_rope(tmp_path, kind)
     assert base.keys_depend_on_length
     batch = Batch(base, CACHE, 1024)
     for _ in range(2):
         _, num_computed = run(batch, [make_job(1, length=100)], [None])
         assert num_computed == 100
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_do_not_depend_on_the_longest_row_that_the_context_allows(tmp_path: Path, kind: str) -> None:
+    base = save_with_rope(tmp_path, kind)
+    short, long = make_job(1, length=10, max_tokens=4), make_job(2, length=base.loaded.max_context, max_tokens=1)
+    (alone,), _ = run(Batch(base, CACHE, 4096), [short], [None])
+    (beside, _), _ = run(Batch(base, CACHE, 4096), [short, long], [None, None])
+    computed, expected = (torch.tensor(result.sequences[0].logprobs) for result in (beside, alone))
+    torch.testing.assert_close(computed, expected, atol=1e-4, rtol=0)
 
 
 def test_keys_of_plain_models_do_not_depend_on_the_length(base: BaseModel) -> None:
