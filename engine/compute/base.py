@@ -14,7 +14,7 @@ from engine.compute.lora import ActiveAdapters, Adapter, AdapterRows, LoraSpec, 
 from engine.compute.training_graphs import TrainingGraphs
 from engine.models import LoadedModel, ModelError
 
-HEAD = "lm_head"
+HEAD = "lm_head"  # the head's name in adapters and checkpoints
 _ROPE_BY_LENGTH = ("dynamic", "longrope")  # transformers recomputes their frequencies for longer sequences
 
 # Above 20,000 elements (GELU) or 32,768 (others), torch splits an elementwise operation between threads. The last
@@ -29,6 +29,7 @@ class BaseModel:
     Attributes:
         loaded: the loaded model with its name, path, context length and vocabulary size.
         decoder: the model without its output head, with wrapped linear layers.
+        head_name: the head's name in the model, such as `lm_head` or `embed_out`.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -40,8 +41,9 @@ class BaseModel:
         self._head = head
         self._active = ActiveAdapters()
         self.decoder = loaded.model.get_decoder()
-        prefix = next(name for name, module in loaded.model.named_modules() if module is self.decoder)
-        self._linears = wrap_linears(self.decoder, f"{prefix}.", self._active)
+        names = {module: name for name, module in loaded.model.named_modules()}
+        self.head_name = names[head]
+        self._linears = wrap_linears(self.decoder, f"{names[self.decoder]}.", self._active)
         _wrap_activations(self.decoder)
         self._graphs = TrainingGraphs(self._launch) if self._can_be_captured else None
 

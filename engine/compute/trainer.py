@@ -8,7 +8,7 @@ import torch
 from tinker.types import AdamParams
 from torch import Tensor
 
-from engine.compute.base import BaseModel
+from engine.compute.base import HEAD, BaseModel
 from engine.compute.datum import Datum, check_datum
 from engine.compute.lora import Adapter, Factors, LoraSpec
 from engine.compute.loss import Loss
@@ -17,6 +17,9 @@ from engine.compute.train import LossOutput, iterate_loss
 from engine.errors import EngineError, RequestError
 
 _PEFT_PREFIX = "base_model.model."
+
+# peft takes layers of these names in a mixture of experts for experts and routers, except in `qwen2_moe`.
+_EXPERT_LAYERS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
 class Trainer:
@@ -83,6 +86,24 @@ class Trainer:
     def weights(self) -> dict[str, Tensor]:
         """Return the adapter's live tensors, keyed by their peft names."""
         return adapter_tensors(self.adapter)
+
+    def external_weights(self) -> dict[str, Tensor]:
+        """Return the adapter's live tensors, keyed by the peft names of the modules that peft itself would adapt.
+
+        Raises:
+            RequestError: peft would load an adapter of dense layers into the experts.
+        """
+        dense = [name for name in sorted(self.adapter.factors) if name.rpartition(".")[2] in _EXPERT_LAYERS]
+        if dense and self.base.has_experts and self.base.loaded.model.config.model_type != "qwen2_moe":
+            raise RequestError(
+                f"The adapter has {dense[0]}, a dense layer beside experts, and peft would load it into the experts: "
+                "train with train_mlp=False to export it."
+            )
+        old, new = f"{_PEFT_PREFIX}{HEAD}.", f"{_PEFT_PREFIX}{self.base.head_name}."
+        return {
+            f"{new}{name.removeprefix(old)}" if name.startswith(old) else name: tensor
+            for name, tensor in self.weights().items()
+        }
 
     def optimizer_state(self) -> dict[str, Tensor]:
         return self._optimizer.state()

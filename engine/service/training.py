@@ -258,7 +258,8 @@ class TrainingModel:
 
     def _files(self, trainer: Trainer, request: SaveRequest) -> dict[str, bytes]:
         if request.kind == "external_weights":
-            return external_files(trainer.weights(), trainer.adapter.spec, self.origin.base_model, request.recipients)
+            weights = trainer.external_weights()
+            return external_files(weights, trainer.adapter.spec, self.origin.base_model, request.recipients)
         files = {ADAPTER: pack(trainer.weights())}
         if request.kind == "weights":
             files[OPTIMIZER] = pack(trainer.optimizer_state())

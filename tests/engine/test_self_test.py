@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from random_models import EXPERTS, SIZES, loaded_with
 from transformers import (
-    AutoModelForCausalLM,
     CohereConfig,
     DeepseekV2Config,
     FalconH1Config,
@@ -23,34 +21,12 @@ from transformers import (
 )
 
 from engine.compute.base import BaseModel
-from engine.models import DtypeName, LoadedModel, ModelError, load_model
+from engine.models import DtypeName, ModelError, load_model
 from engine.sampling.self_test import checked_base
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 264,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 256,
-}
-EXPERTS: dict[str, Any] = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
 MAMBA: dict[str, Any] = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16}
 LATENT: dict[str, Any] = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
 ROUTED: dict[str, Any] = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
-
-
-def loaded_with(base: BaseModel, config: PreTrainedConfig) -> LoadedModel:
-    """The tiny model's tokenizer and settings, with a random model of another architecture."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").requires_grad_(False).eval()
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.normal_(std=0.2)
-    model.config.use_cache = False
-    return replace(base.loaded, model=model)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "autocast-bf16"])
