@@ -90,6 +90,11 @@ def _load_models(settings: Settings) -> dict[str, BaseModel]:
     for name in settings.models:
         path = resolve_model(name, settings.cache)
         bases[name] = checked_base(load_model(path, settings.device, settings.dtype, name))
+        if settings.deterministic and bases[name].has_other_products:
+            raise ModelError(
+                f"--deterministic is not possible for {name}, which computes matrix products in other layers than "
+                "torch.nn.Linear, such as experts: omit --deterministic."
+            )
         if settings.deterministic and not bases[name].keeps_bits():
             raise ModelError(
                 f"--deterministic is not possible for {name} on this processor, whose matrix products give a row "

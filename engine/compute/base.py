@@ -21,6 +21,7 @@ _ROPE_BY_LENGTH = ("dynamic", "longrope")  # transformers recomputes their frequ
 # elements of each share are computed with scalar instructions, whose bits differ from vector ones for exp and tanh.
 _UNSPLIT_ELEMENTS = 16_384
 _VECTOR_ELEMENTS = 32
+_ACTIVATIONS = ("act_fn", "act", "activation_fn", "activation")  # attributes of the layers of transformers
 
 
 class BaseModel:
@@ -58,7 +59,15 @@ class BaseModel:
     @property
     def has_experts(self) -> bool:
         """True for a mixture of experts, whose operations depend on values: a CUDA graph cannot contain them."""
-        return any(name.endswith("experts") for name, _ in self.loaded.model.named_modules())
+        is_named = any(name.endswith("experts") for name, _ in self.loaded.model.named_modules())
+        return is_named or any(weight.ndim == 3 for weight in self.decoder.parameters())
+
+    @property
+    def has_other_products(self) -> bool:
+        """True if layers of other types than `nn.Linear`, such as experts, compute matrix products."""
+        others = (module for module in self.decoder.modules() if not isinstance(module, nn.Embedding))
+        matrices = (module for module in others if any(weight.ndim > 1 for weight in module.parameters(recurse=False)))
+        return any(type(module) is not nn.Linear for module in matrices)
 
     @property
     def _can_be_captured(self) -> bool:
@@ -182,8 +191,9 @@ class RowwiseActivation(nn.Module):
 
 
 def _wrap_activations(decoder: nn.Module) -> None:
-    """Replace the activations of a decoder, which transformers names `act_fn`, by row-wise ones."""
+    """Replace the activations of a decoder by row-wise ones."""
     for module in list(decoder.modules()):
-        activation = getattr(module, "act_fn", None)
-        if isinstance(activation, nn.Module):
-            module.act_fn = RowwiseActivation(activation)
+        for name in _ACTIVATIONS:
+            activation = getattr(module, name, None)
+            if isinstance(activation, nn.Module):
+                setattr(module, name, RowwiseActivation(activation))

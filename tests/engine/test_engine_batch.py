@@ -10,16 +10,21 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_models import EXPERTS, SIZES, loaded_with
 from sampling_jobs import finish_in_random_order, make_job
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
+    GPT2Config,
+    GraniteMoeConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
+    PhiConfig,
     PreTrainedConfig,
     Qwen3MoeConfig,
+    Starcoder2Config,
 )
 
 from engine.compute.base import BaseModel, RowwiseActivation
@@ -177,8 +182,9 @@ def test_decoding_steps_of_graphs_equal_a_pass_over_all_tokens(
         (LlamaConfig(), False),
         (MixtralConfig(num_local_experts=2), True),
         (Qwen3MoeConfig(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8), True),
+        (GraniteMoeConfig(**EXPERTS), True),
     ],
-    ids=["llama", "mixtral", "qwen3_moe"],
+    ids=["llama", "mixtral", "qwen3_moe", "granitemoe"],
 )
 def test_mixtures_of_experts_are_not_captured(base: BaseModel, config: PreTrainedConfig, expected: bool) -> None:
     config.update(dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 8))
@@ -203,6 +209,24 @@ def test_deterministic_engine_checks_the_products_of_this_machine(
     expected = "not possible for tiny on this processor, whose matrix products give a row different bits"
     with bind(options.host, 0) as listener, pytest.raises(ModelError, match=expected):
         serve(options, listener, exit_with_stdin=False)
+
+
+def test_deterministic_engine_refuses_products_of_other_layers(
+    base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not base.has_other_products
+    assert BaseModel(loaded_with(base, MixtralConfig(**EXPERTS))).has_other_products
+    assert BaseModel(loaded_with(base, GPT2Config(**SIZES))).has_other_products
+    monkeypatch.setattr(BaseModel, "has_other_products", True)
+    options = Settings(("tiny",), tmp_path, tmp_path, deterministic=True)
+    with bind(options.host, 0) as listener, pytest.raises(ModelError, match="not possible for tiny, which computes"):
+        serve(options, listener, exit_with_stdin=False)
+
+
+@pytest.mark.parametrize("config", [Starcoder2Config(**SIZES), PhiConfig(**SIZES)], ids=["act", "activation_fn"])
+def test_activations_of_all_names_are_row_wise(base: BaseModel, config: PreTrainedConfig) -> None:
+    modules = BaseModel(loaded_with(base, config)).decoder.modules()
+    assert sum(isinstance(module, RowwiseActivation) for module in modules) == config.num_hidden_layers
 
 
 @pytest.mark.parametrize("width", [4864, 500])
