@@ -90,6 +90,11 @@ def _load_models(settings: Settings) -> dict[str, BaseModel]:
     for name in settings.models:
         path = resolve_model(name, settings.cache)
         bases[name] = checked_base(load_model(path, settings.device, settings.dtype, name))
+        if options := bases[name].options_without_layers:
+            log.warning(
+                "%s has no linear layers for %s, so adapters leave these parts of the model as they are",
+                *(name, " and ".join(options)),
+            )
         if settings.deterministic and bases[name].has_other_products:
             raise ModelError(
                 f"--deterministic is not possible for {name}, which computes matrix products in other layers than "

@@ -45,6 +45,8 @@ class BaseModel:
         names = {module: name for name, module in loaded.model.named_modules()}
         self.head_name = names[head]
         self._linears = wrap_linears(self.decoder, f"{names[self.decoder]}.", self._active)
+        self._attn = {name: linear for name, linear in self._linears.items() if "attn" in name or "attention" in name}
+        self._mlp = {name: linear for name, linear in self._linears.items() if name not in self._attn}
         _wrap_activations(self.decoder)
         self._graphs = TrainingGraphs(self._launch) if self._can_be_captured else None
 
@@ -97,6 +99,11 @@ class BaseModel:
         per_layer_type = [value for value in parameters.values() if isinstance(value, Mapping)]
         return any(kind.get("rope_type") in _ROPE_BY_LENGTH for kind in (parameters, *per_layer_type))
 
+    @property
+    def options_without_layers(self) -> list[str]:
+        """Options of a `LoraSpec` that have no effect on this model."""
+        return [option for option, layers in (("train_attn", self._attn), ("train_mlp", self._mlp)) if not layers]
+
     def keeps_bits(self) -> bool:
         """Return True if this machine gives a row the same bits in any batch of two or more rows."""
         layers = (*self._linears.values(), self._head)
@@ -104,9 +111,7 @@ class BaseModel:
 
     def new_adapter(self, spec: LoraSpec) -> Adapter:
         """Create an untrained adapter for this model; see `lora.new_adapter`."""
-        attn = {name: linear for name, linear in self._linears.items() if "attn" in name or "attention" in name}
-        mlp = {name: linear for name, linear in self._linears.items() if name not in attn}
-        return new_adapter(spec, attn, mlp, {HEAD: self._head})
+        return new_adapter(spec, self._attn, self._mlp, {HEAD: self._head})
 
     @contextmanager
     def using(self, adapter: Adapter | None) -> Iterator[None]:

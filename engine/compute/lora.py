@@ -156,7 +156,11 @@ def new_adapter(
         **(head if spec.train_unembed else {}),
     }
     if not selected:
-        raise RequestError("The adapter has no modules to train: set train_mlp, train_attn or train_unembed.")
+        empty = [name for name in ("train_attn", "train_mlp") if getattr(spec, name)]
+        reason = f", because the model has no linear layers for {' and '.join(empty)}" if empty else ""
+        raise RequestError(
+            f"The adapter has no modules to train{reason}: set another of train_mlp, train_attn and train_unembed."
+        )
     return Adapter(spec, {name: _initial_factors(spec, name, linear) for name, linear in selected.items()})
 
 

@@ -232,7 +232,9 @@ class TrainConfig(RunConfig):
         default=True, title="Train attention", description="Train an adapter on the attention layers."
     )
     train_mlp: bool = Field(
-        default=True, title="Train MLP", description="Train an adapter on the MLP layers, including experts."
+        default=True,
+        title="Train MLP",
+        description="Train an adapter on the MLP layers, including experts (not on the local engine).",
     )
     train_unembed: bool = Field(
         default=True, title="Train unembedding", description="Train an adapter on the unembedding layer."

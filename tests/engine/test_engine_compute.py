@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_models import EXPERTS, SIZES, loaded_with
+from transformers import GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from engine.compute.base import BaseModel
 from engine.compute.datum import Datum
@@ -15,6 +17,7 @@ from engine.compute.lora import Adapter, Factors, LoraSpec
 from engine.compute.loss import bind_loss
 from engine.compute.train import exhaust, iterate_loss
 from engine.compute.training_graphs import TrainingGraphs
+from engine.errors import RequestError
 from engine.models import load_model
 
 WIDE = 10**6
@@ -140,3 +143,29 @@ def test_rounded_passes_without_a_mask(base: BaseModel) -> None:
             expected_BTH = base.hidden(tokens_BT)
             computed_BTH = graphs.hidden(adapter, [name for name in adapter.factors if name != "lm_head"], tokens_BT)
         torch.testing.assert_close(computed_BTH, expected_BTH, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "empty"),
+    [
+        (LlamaConfig(**SIZES), []),
+        (MixtralConfig(**EXPERTS), ["train_mlp"]),
+        (GPT2Config(**SIZES), ["train_attn", "train_mlp"]),
+    ],
+    ids=["llama", "mixtral", "gpt2"],
+)
+def test_options_without_layers_are_named(base: BaseModel, config: PreTrainedConfig, empty: list[str]) -> None:
+    """Experts and the Conv1D of GPT-2 get no adapter."""
+    other = BaseModel(loaded_with(base, config))
+    assert other.options_without_layers == empty
+    if empty:
+        spec = LoraSpec(4, 0, train_attn="train_attn" in empty, train_unembed=False)
+        with pytest.raises(
+            RequestError, match=f"because the model has no linear layers for {' and '.join(empty)}: set"
+        ):
+            other.new_adapter(spec)
+
+
+def test_an_adapter_has_modules(base: BaseModel) -> None:
+    with pytest.raises(RequestError, match=r"^The adapter has no modules to train: set another of train_mlp"):
+        base.new_adapter(LoraSpec(4, 0, train_attn=False, train_mlp=False, train_unembed=False))
