@@ -59,7 +59,7 @@ AVAILABLE_INPUTS = ("ref_logprobs", "sampling_logprobs", "advantages", "values",
 @flow(name="rl", flow_run_name="{config.run_name}", on_running=[apply_rights])
 def rl(config: RlConfig) -> TrainResult:
     """Train a model on the rewards of environments, or resume the run from its last checkpoint."""
-    settings = config.rollout.settings(config.seed, config.advantage.settings())
+    settings = config.rollout.settings(config.seed, config.advantage.settings(), config.rewards)
     with Objective.from_spec(config.objective, config.seed) as objective:
         objective.check_needs(AVAILABLE_INPUTS)
         if objective.base is None:

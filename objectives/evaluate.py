@@ -29,6 +29,7 @@ from objectives.term import BASE, Regularizer, own_params
 from objectives.torch_internals import count_changes
 
 # Characters that MLflow allows, and a length that leaves room for the prefix with the term's name.
+SKIP_HINT = " (set on_error='skip' to continue without it)"
 _METRIC = re.compile(r"[\w./ -]{1,100}", re.ASCII)
 
 
@@ -307,7 +308,7 @@ def failure(regularizer: Regularizer, doing: str, error: Exception | SystemExit)
     elif not isinstance(error, ObjectiveError):
         reason = f"it raised {type(error).__name__}: {reason.rstrip('.')}{_place(error)}"
     is_fatal = regularizer.name != BASE and regularizer.on_error == "raise"
-    hint = " (set on_error='skip' to continue without it)" if is_fatal else ""
+    hint = SKIP_HINT if is_fatal else ""
     return ObjectiveError(f"Term {regularizer.name!r} failed {doing}: {' '.join(reason.split()).rstrip('.')}{hint}.")
 
 

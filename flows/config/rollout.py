@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
@@ -219,12 +219,13 @@ class RolloutConfig(Config):
             )
         return self
 
-    def settings(self, seed: int, shape: AdvantageSettings) -> RolloutSettings:
+    def settings(self, seed: int, shape: AdvantageSettings, rewards: Collection[str] = ()) -> RolloutSettings:
         """Return the settings of a rollout source.
 
         Args:
             seed: Seed of the run.
             shape: Computation of advantages from rewards.
+            rewards: Metrics of the environment that are rewards.
 
         Raises:
             ConfigError: The completer or the hook cannot be imported or rejects its parameters.
@@ -235,7 +236,9 @@ class RolloutConfig(Config):
         overlong = None
         if isinstance(self.truncated, OverlongConfig):
             overlong = OverlongPenalty(self.truncated.penalty, self.truncated.length, self.max_tokens)
-        strategy = RetryWholeGroup(self.max_retries, self.min_successful, self.timeout_s, hook, termination, overlong)
+        strategy = RetryWholeGroup(
+            self.max_retries, self.min_successful, self.timeout_s, hook, termination, overlong, tuple(rewards)
+        )
         return RolloutSettings(
             seed,
             self.max_tokens,

@@ -176,7 +176,8 @@ def _sizes_of(config: SamplingMethod) -> RunSizes:
             batches = GroupBatches(
                 train,
                 schedule.groups_per_batch,
-                is_fixed=config.rollout.refill_rounds > 0 or schedule.num_minibatches * schedule.num_substeps > 1,
+                can_refill=config.rollout.refill_rounds > 0,
+                num_parts=schedule.num_minibatches * schedule.num_substeps,
                 oversampling_factor=config.rollout.oversampling_factor,
             )
             num_steps, first = batches.num_steps, {models[0]: list(batches.at(0))}

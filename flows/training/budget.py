@@ -72,7 +72,7 @@ class Ledger:
         self._sampled += sampled
         self._usd += price.of_sampling(sampled) if price else 0.0
 
-    def stop_reason(self, step: int, num_tokens: int, sampled: SampledTokens, besides_usd: float = 0.0) -> str:
+    def stop_reason(self, step: int, num_tokens: int, sampled: SampledTokens, others_usd: float = 0.0) -> str:
         """Return the reason to stop before a step; empty within the budget.
 
         The next step and the one in progress are assumed to take as long as the last finished step.
@@ -80,10 +80,10 @@ class Ledger:
         Args:
             num_tokens: tokens of the step's training passes.
             sampled: tokens of the step's rollouts, and of earlier ones that are not charged yet.
-            besides_usd: dollars of the step, and of earlier ones that are not charged yet, for anything else.
+            others_usd: dollars of the step, and of earlier ones that are not charged yet, for other models.
         """
         usd = (self.training_usd(num_tokens) or 0.0) + (self._price.of_sampling(sampled) if self._price else 0.0)
-        usd += besides_usd
+        usd += others_usd
         limit = self.limit_exceeded(usd, 2 * self._step_hours, f"step {step}")
         if not limit:
             return ""
@@ -230,7 +230,9 @@ class RunLedger(MeteredLedger):
 
     stopped: str = ""
     _charged_step: int | None = None  # the newest step that was charged
-    _besides_usd: float = 0.0  # greatest cost of a step so far for the reference, teachers and judges
+    # Cost of the reference, teachers and judges, without evaluations: of the step in progress, and the most of a step.
+    _others_usd: float = 0.0
+    _most_others_usd: float = 0.0
 
     def __init__(self, run: Run, config: TrainConfig, reference: Reference | None, spent: Mapping[str, float]) -> None:
         """Continue from the cost before the restart, if there was one.
@@ -250,7 +252,7 @@ class RunLedger(MeteredLedger):
         the first step, nothing is known about their cost. See `stop_reason` for the arguments.
         """
         num_uncharged = 0 if self._charged_step is None else step - self._charged_step
-        self.stopped = self.stop_reason(step, num_tokens, sampled, num_uncharged * self._besides_usd)
+        self.stopped = self.stop_reason(step, num_tokens, sampled, num_uncharged * self._most_others_usd)
         if self.stopped:
             note_end(self._log, self.stopped)
             emit("budget", self._run_name, {"step": step, **self.state(), "message": self.stopped})
@@ -266,11 +268,18 @@ class RunLedger(MeteredLedger):
         if ends:
             self.add_sampled(source.stop_sampling())
         if candidates:
-            self.add_sampled(candidates.take_sampled())
+            self.add_sampled(candidates.take_sampled(None if ends else step))
+        self.charge_others()
+        before_usd = self._usd
+        self.charge_reference(step)
+        self._most_others_usd = max(self._most_others_usd, self._others_usd + self._usd - before_usd)
+        self._charged_step, self._others_usd = step, 0.0
+
+    def charge_others(self) -> None:
+        """Charge what teachers and judges have processed for the step in progress, apart from evaluations."""
         before_usd = self._usd
         self.charge_metered()
-        self.charge_reference(step)
-        self._charged_step, self._besides_usd = step, max(self._besides_usd, self._usd - before_usd)
+        self._others_usd += self._usd - before_usd
 
     def charge_reference(self, step: int) -> None:
         """Charge the tokens that the reference has processed since the last call, for a step and for earlier ones."""

@@ -9,6 +9,7 @@ from typing import cast
 
 from tinker_cookbook.eval.evaluators import Evaluator
 
+from blocks.errors import ConfigError
 from blocks.terminal import print_notice
 from flows.config.promotion import PromoteIf, check_measured
 from flows.config.train import TrainConfig
@@ -105,7 +106,6 @@ class Evaluation:
             # Submitted: a synchronous flow cannot call an async task directly.
             result = cast(EvaluationResult, evaluate.submit(self._run.client, due, step, self._run.meter).result())
         note_evaluation(self._run.log, result, step=step)
-        self._warn_of_values(step, result.metrics)
         if stop and stop.requested:
             return result.metrics
         terms = self._measure_held_out(step) if often else HeldOutTerms()
@@ -114,7 +114,8 @@ class Evaluation:
         if self._examples_s:
             metrics["time/examples"], self._examples_s = self._examples_s, 0.0
         if not result.skipped and often and (rarely or not self._schedule.evaluates_rarely):
-            self._check_measured(metrics, terms)
+            self._check_measured(step, metrics, terms)
+        self._warn_of_values(step, metrics)
         return metrics
 
     def num_tokens(self, step: int) -> int:
@@ -135,27 +136,30 @@ class Evaluation:
         others = [entry for entry in self._evaluators if not isinstance(entry, HeldOutNLL | HeldOutPairs)]
         return bool(self._examples or others) and bool(self._schedule.evaluations())
 
-    def _check_measured(self, metrics: Mapping[str, float], terms: HeldOutTerms) -> None:
-        """Check the metric of `promote_if` and, after the first complete evaluation, that of `keep_best`.
+    def _check_measured(self, step: int, metrics: Mapping[str, float], terms: HeldOutTerms) -> None:
+        """Check the metric of `promote_if`, and that of `keep_best` in the first complete evaluation.
 
-        A later checkpoint without a value is not the best one.
+        Before training, a missing metric is an error; later, that of `keep_best` is a warning.
         """
         if self._config.promote_if:
             check_measured("promote_if", PromoteIf.parse(self._config.promote_if).metric, metrics)
         best = self._config.keep_best
-        if best and best.metric.startswith("test/") and not (self._is_checked or terms.failed):
-            check_measured("keep_best", logged_name(best.metric), metrics)
+        if not (best and best.metric.startswith("test/")) or self._is_checked or terms.failed:
+            return
         self._is_checked = True
+        try:
+            check_measured("keep_best", logged_name(best.metric), metrics)
+        except ConfigError as error:
+            if step == self._schedule.first:
+                raise
+            note_warning(self._run.log, "keep_best", str(error))
 
     def _warn_of_values(self, step: int, metrics: Mapping[str, float]) -> None:
         """Warn of each metric when it is first not finite."""
         for name in [name for name, value in metrics.items() if not math.isfinite(value)]:
             if name not in self._not_finite:
                 self._not_finite.add(name)
-                text = (
-                    f"The metric {name} of the evaluators is {metrics[name]} at step {step}: keep_best passes over it; "
-                    "check its evaluator."
-                )
+                text = f"{name} is {metrics[name]} at step {step}: keep_best ignores it; check its evaluator."
                 note_warning(self._run.log, f"not_finite.{name}", text)
 
     def _measure_held_out(self, step: int) -> HeldOutTerms:

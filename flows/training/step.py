@@ -168,7 +168,8 @@ class StepObjective:
         """Return the loss with which the service trains on a minibatch in one pass.
 
         None if the minibatch takes two passes, or if cross-entropy is the whole objective and needs no such loss. The
-        service cannot leave out cross-entropy, so a minibatch on which only terms train takes two passes.
+        service cannot leave out cross-entropy, so a minibatch on which only terms train takes two passes, also with the
+        backend `server`.
 
         Raises:
             ObjectiveError: the backend is `server`, and the objective cannot be one pass.

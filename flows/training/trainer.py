@@ -291,9 +291,9 @@ class Trainer:
             prepared[0].batch.result()
         # Evaluators share the tokenizer of the next batch, which is not thread-safe either.
         # A stop waits for a step whose rollouts are sampled already, which would be lost.
+        self.ledger.charge_others()
         metrics = self.evaluation.run(step, None if self.source.sampled else stop)
-        if metrics:
-            self.ledger.charge_metered()  # what the evaluation has cost, which the next step does not cost again
+        self.ledger.charge_metered()
         if not self.source.sampled:
             if stop.requested and sent is None:
                 self._charge_stopped(step, prepared)
@@ -361,7 +361,8 @@ class Trainer:
         num_tokens = sum(minibatch.batch.result().num_tokens for minibatch in last)
         # The rollouts of this step are expected to have as many tokens as those of the last one.
         expected, uncharged = self.source.sampled_for(step - 1)
-        if self.ledger.covers(step, num_tokens, uncharged + expected):
+        num_passes_after = 1 + self.objective.measures_effects(step)
+        if self.ledger.covers(step, (1 + num_passes_after) * num_tokens, uncharged + expected):
             self._prepare(step)
 
     def _prepare_candidates(self, step: int) -> None:
@@ -378,7 +379,7 @@ class Trainer:
         self.prepared = [*self.prepared, replace(candidates, prompts=prompts)]
 
     def _samples_candidates(self, step: int) -> bool:
-        is_due = self.candidates is not None and self.candidates.is_due(step)
+        is_due = step < self.schedule.num_steps and self.candidates is not None and self.candidates.is_due(step)
         return is_due and bool(self.objective.due(step, on_candidates=True))
 
     def _request_forward(self, step: int) -> None:
@@ -397,13 +398,15 @@ class Trainer:
         num_tokens += self.evaluation.num_tokens(step)
         num_tokens += self.evaluation.num_tokens(step + 1) if step + 1 == self.schedule.num_steps else 0
         _, uncounted = self.source.sampled_for(step)
-        if self.candidates and self._samples_candidates(step):
-            self.ledger.add_sampled(self.candidates.take_sampled())
+        if self.candidates:
+            self.ledger.add_sampled(self.candidates.take_sampled(step - 1))
             settings = self.candidates.settings
             most = most_tokens(prompts_of(batch), settings.num, settings.max_tokens)
-            num_tokens += (1 + num_passes_after) * (most.num_prefill_tokens + most.num_sample_tokens)
-            # With `overlap`, the candidates of the following step are sampled before its budget is checked.
-            uncounted += most.times(2 if settings.overlap else 1)
+            if self._samples_candidates(step):
+                num_tokens += (1 + num_passes_after) * (most.num_prefill_tokens + most.num_sample_tokens)
+                uncounted += most
+            if settings.overlap and self._samples_candidates(step + 1):  # before the budget of that step is checked
+                uncounted += most
         if not self.ledger.covers(step, num_tokens, uncounted):
             if prepared.reference and not self.source.sampled:
                 prepared.reference.result()  # the reference already scores the batch, which has to be paid for

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from tinker_cookbook.supervised.data import StreamingSupervisedDatasetFromHFDataset
 from tinker_cookbook.supervised.types import SupervisedDataset
 
 from blocks.errors import ConfigError
@@ -73,9 +74,9 @@ class _Stream(Generic[T]):
         self._epoch, self._index = -1, -1
         self._batch: Sequence[T] = ()
         self._length = len(self._load(0, 0))
-        # A supervised dataset has only full batches. One that streams could not go back from its last batch.
-        is_full = isinstance(dataset, SupervisedDataset)
-        last_length = self._length if is_full else len(self._load(0, len(dataset) - 1))
+        # A stream has only full batches, and could not go back from its last one.
+        streams = isinstance(dataset, StreamingSupervisedDatasetFromHFDataset)
+        last_length = self._length if streams else len(self._load(0, len(dataset) - 1))
         self.size = self._length * (len(dataset) - 1) + min(last_length, self._length)
 
     def item(self, epoch: int, position: int) -> T:

@@ -150,7 +150,7 @@ def smallest_detectable(
 ) -> float | None:
     """Return the smallest true difference that a test finds significant with a probability of 0.8.
 
-    The function simulates comparisons with the same number of problems. If all sizes are distinct, as with continuous
+    The function simulates comparisons with the same number of problems. If most sizes are distinct, as with continuous
     scores, a difference is the true difference plus or minus a deviation from the observed mean. Otherwise, as with
     right and wrong answers, the differences have the observed sizes, and the probability of a difference `d` is
     multiplied by a factor proportional to `exp(tilt * d)`, which changes the log-odds of a right answer.
@@ -164,7 +164,7 @@ def smallest_detectable(
         The difference; None if all differences are 0.
     """
     num, sizes_P = len(differences_P), np.abs(differences_P)
-    is_continuous = num > 1 and len(np.unique(sizes_P)) == num
+    is_continuous = num > 1 and len(np.unique(sizes_P)) > 0.75 * num
     if is_continuous:  # the factor makes the mean square of the deviations an unbiased variance
         sizes_P = np.abs(np.asarray(differences_P) - np.mean(differences_P)) * math.sqrt(num / (num - 1))
     scale = float(sizes_P.max())

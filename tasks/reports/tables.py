@@ -99,8 +99,8 @@ def recent_term_rows(history: History) -> tuple[str, list[TermRow]]:
         if field == "weight":
             used = used or [max(values)]  # a term that was skipped in these steps keeps its row
         if used and field in _FIELDS:
-            mean = fmean(values[step] for step in used)
-            metrics[key] = mean * len(used) / len(recent) if field in _SUMMED_FIELDS else mean
+            num = len(recent) if field in _SUMMED_FIELDS else len(used)
+            metrics[key] = math.fsum(values[step] for step in used) / num
     which = f"all {len(steps)}" if len(recent) == len(steps) else f"the last {len(recent)}"
     title = f"terms, means over {which} steps" if len(steps) > 1 else "terms at the only step"
     return title, term_rows(metrics)

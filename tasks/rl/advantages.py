@@ -15,7 +15,7 @@ from tasks.rl.critic import Critic, TurnStart
 
 # Trajectory and final reward of a member of a group.
 _Member = tuple[Trajectory, float]
-# Advantages up to this size, relative to the rewards, count as 0, because a return is a float32 sum.
+# Advantages up to this size, relative to the rewards or their weights, count as 0, because they are float32 sums.
 ROUNDING = 1e-6
 
 

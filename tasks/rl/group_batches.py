@@ -26,13 +26,16 @@ class GroupBatches:
         dataset: RLDataset,
         groups_per_batch: int | None,
         *,
-        is_fixed: bool = False,
+        can_refill: bool = False,
+        num_parts: int = 1,
         oversampling_factor: float = 1.0,
     ) -> None:
         """Split the groups into steps of `groups_per_batch` consecutive groups; None keeps the dataset's own batches.
 
         Args:
-            is_fixed: give all steps the same number of groups, across the ends of epochs, as `refill` requires.
+            can_refill: allow `refill`; every step then has the same number of groups.
+            num_parts: updates and minibatches of a step; if the last batch has fewer groups, every step has the same
+                number.
             oversampling_factor: groups that a step starts per group that it trains on; above 1, every step has the same
                 number of groups.
 
@@ -41,8 +44,10 @@ class GroupBatches:
         """
         self._dataset = dataset
         self._size = len(dataset.get_batch(0))
-        self._num_groups = self._size * (len(dataset) - 1) + len(dataset.get_batch(len(dataset) - 1))
-        self._groups_per_batch = groups_per_batch or (self._size if is_fixed else None)
+        last_size = len(dataset.get_batch(len(dataset) - 1))
+        self._num_groups = self._size * (len(dataset) - 1) + last_size
+        has_equal_steps = can_refill or last_size < num_parts
+        self._groups_per_batch = groups_per_batch or (self._size if has_equal_steps else None)
         self.num_trained = groups_per_batch or self._size
         if self._num_groups < (groups_per_batch or 1):
             raise ConfigError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from math import fsum, isfinite
+from math import fsum
 from statistics import fmean
 from threading import Lock
 from typing import Any, Literal
@@ -18,7 +18,6 @@ import torch
 from tinker_cookbook.rl.types import Metrics, TrajectoryGroup
 from torch import Tensor
 
-from blocks.errors import ConfigError
 from objectives.gradients.diagnostics import compare_gradients, scalar_products
 from objectives.term_weights.schedule import Constant, WeightSchedule
 from objectives.term_weights.targets import Targets, TargetSpec
@@ -78,7 +77,7 @@ def combine_advantages(
 
     ``"decoupled"`` is GDPO: the advantage of reward k is ``(r_k - mean) / (deviation + 1e-4)`` within its group, and
     the weighted sum of these advantages is normalized alike over the trajectories of all groups. Deviations divide by
-    ``n - 1``. A batch in which all sums are equal has advantages of 0.
+    ``n - 1``. A batch in which all sums are equal, up to rounding, has advantages of 0.
 
     Source: Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization" (arXiv:2601.05242),
     section 3.1. The weights enter after the group's normalization.
@@ -94,7 +93,7 @@ def combine_advantages(
     ends = lengths.cumsum(0)[lengths > 0]
     sums_D = sums_T[ends - 1]  # all tokens of a trajectory have the same advantage
     spread = sums_D.std(correction=1) if len(sums_D) > 1 else torch.zeros(())
-    if spread <= ROUNDING:
+    if spread <= ROUNDING * sum(map(abs, mix.weights.values())):
         return replace(totals, advantages_T=torch.zeros_like(sums_T))
     return replace(totals, advantages_T=(sums_T - sums_D.mean()) / (spread + _LEAST_SPREAD))
 
@@ -210,22 +209,12 @@ class NamedRewards:
         return self._weights[step]
 
     def record(self, step: int, groups: Sequence[Group]) -> RewardWeights:
-        """Record the rewards of a minibatch, and return the weights of its step.
-
-        Raises:
-            ConfigError: a reward is not finite.
-        """
+        """Record the rewards of a minibatch, and return the weights of its step."""
         completed = [group.trajectories for group in groups if group.trajectories is not None]
         values = {
             name: [reward for group in completed for reward in _weighted(group, {name: 1.0}).get_total_rewards()]
             for name in self._specs
         }
-        for name, rewards in values.items():
-            if bad := [reward for reward in rewards if not isfinite(reward)]:
-                raise ConfigError(
-                    f"The reward {name!r} of a completion of step {step} is {bad[0]}: report a finite number in the "
-                    "metrics of the environment."
-                )
         with self._lock:
             if completed:
                 self._reported |= reported_names(completed)

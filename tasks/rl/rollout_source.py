@@ -8,6 +8,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from math import fsum
 from statistics import fmean
 from threading import Event
@@ -177,7 +178,8 @@ class RolloutSource(BatchSource):
         self.problems = GroupBatches(
             train,
             minibatches.groups_per_batch,
-            is_fixed=settings.refill_rounds > 0 or minibatches.num_parts > 1,
+            can_refill=settings.refill_rounds > 0,
+            num_parts=minibatches.num_parts,
             oversampling_factor=settings.oversampling_factor,
         )
         self.test = test
@@ -399,13 +401,17 @@ class RolloutSource(BatchSource):
         A minibatch whose rollouts are all masked has a rollout only because a batch needs one: it gets no penalty.
         """
         shape = self.settings.shape
-        mean = compute_mean_kl([batch for batch, _ in scored], [reference_DT for _, reference_DT in scored])
+        penalized = [not self._masks_all(groups) for groups in minibatches]
+        trained = list(compress(scored, penalized))
+        if not trained:
+            return [batch for batch, _ in scored]
+        mean = compute_mean_kl([batch for batch, _ in trained], [reference_DT for _, reference_DT in trained])
         self._distances.setdefault(step, []).append(mean)
         return [
-            batch
-            if self._masks_all(groups)
-            else apply_kl_penalty(batch, reference_DT, shape.kl_coefficient, shape.kl_discount_factor, mean)[0]
-            for groups, (batch, reference_DT) in zip(minibatches, scored, strict=True)
+            apply_kl_penalty(batch, reference_DT, shape.kl_coefficient, shape.kl_discount_factor, mean)[0]
+            if is_penalized
+            else batch
+            for is_penalized, (batch, reference_DT) in zip(penalized, scored, strict=True)
         ]
 
     def _masks_all(self, groups: Sequence[Group]) -> bool:

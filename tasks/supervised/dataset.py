@@ -59,7 +59,8 @@ class SupervisedSource(BatchSource):
         """
         if isinstance(self.train, StreamingSupervisedDatasetFromHFDataset):
             return ()
-        untrained, num_complete, first_epoch = list[int](), 0, list[bool]()
+        untrained, num_complete = list[int](), 0
+        trained_in_first_epoch: list[bool] = []
         for step in steps:
             if step % len(self.train) == 0:
                 num_complete = 0
@@ -67,16 +68,16 @@ class SupervisedSource(BatchSource):
             self._token_counts[step] = sum(datum.model_input.length for datum in datums)
             trained = [_has_weight(datum) for datum in datums]
             if step // len(self.train) == steps.start // len(self.train):
-                first_epoch += trained
+                trained_in_first_epoch += trained
             if not any(trained):
                 untrained.append(step)
             num_complete += all(trained)
             if num_complete == len(self.train):
                 break
-        if num_untrained := first_epoch.count(False):
+        if num_untrained := trained_in_first_epoch.count(False):
             self._warnings["untrained_rows"] = (
-                f"{num_untrained} of {len(first_epoch)} training rows have no trained token: raise max_length, which "
-                "may have cut them off, or remove the rows."
+                f"{num_untrained} of {len(trained_in_first_epoch)} training rows have no trained token: raise "
+                "max_length, which may have cut them off, or remove the rows."
             )
         self._epoch = None  # the next read sets the epoch again, because a dataset may count the batches it returns
         return untrained

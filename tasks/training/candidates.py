@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import asdict, dataclass
 from itertools import islice
+from threading import Lock
 
 import tinker
 import torch
@@ -96,7 +97,8 @@ class CandidateSampler:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="candidates")
         self._may_be_stored = True  # until a step without stored candidates: later steps have none, either
         self._pending: Pending[Batch] | None = None
-        self._sampled = SampledTokens()
+        self._sampled: dict[int | None, SampledTokens] = {}  # by step; None for held-out data
+        self._lock = Lock()
         self._metrics: dict[int, dict[str, float]] = {}
 
     def is_due(self, step: int) -> bool:
@@ -140,10 +142,15 @@ class CandidateSampler:
         if self._pending:
             self._pending.result()
 
-    def take_sampled(self) -> SampledTokens:
-        """Return the counts of prompt and sampled tokens since the last call."""
-        sampled, self._sampled = self._sampled, SampledTokens()
-        return sampled
+    def take_sampled(self, step: int | None = None) -> SampledTokens:
+        """Return the counts of prompt and sampled tokens since the last call.
+
+        Args:
+            step: newest step whose candidates count; None for those of all steps.
+        """
+        with self._lock:
+            keys = [key for key in self._sampled if key is None or step is None or key <= step]
+            return sum((self._sampled.pop(key) for key in keys), SampledTokens())
 
     def take_metrics(self, step: int) -> dict[str, float]:
         """Return and forget the metrics of a step's candidates; empty for a step without candidates."""
@@ -210,8 +217,10 @@ class CandidateSampler:
             [_completion(sequence, prompt) for sequence in response.sequences]
             for prompt, response in zip(prompts, responses, strict=True)
         ]
-        for prompt, response in zip(prompts, responses, strict=True):
-            self._sampled += count_tokens(len(prompt), num, response)
+        counts = (count_tokens(len(prompt), num, response) for prompt, response in zip(prompts, responses, strict=True))
+        step = key if isinstance(key, int) else None
+        with self._lock:
+            self._sampled[step] = sum(counts, self._sampled.get(step, SampledTokens()))
         return completions_P
 
     def _read(self, step: int) -> list[list[Completion]] | None:

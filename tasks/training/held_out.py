@@ -18,6 +18,7 @@ from blocks.storage import RunDirectory
 from objectives.batch import Batch, Outputs, unpack
 from objectives.errors import ObjectiveError
 from objectives.estimators import num_compared
+from objectives.evaluate import SKIP_HINT
 from objectives.term import Regularizer
 from tasks.common.jsonl import read_jsonl
 from tasks.common.task import call, opaque_argument
@@ -229,7 +230,7 @@ def measure_held_out(
         try:
             evaluations = wait()
         except ObjectiveError as error:
-            measured.failed[name] = str(error)
+            measured.failed[name] = str(error).replace(SKIP_HINT, "")  # a failure here never ends the run
         else:
             values = BatchValues([evaluation.value for evaluation in evaluations], num_datums_B, digest)
             measured.by_batch[name] = values

@@ -54,13 +54,16 @@ def keep_checkpoints(
     own = [record for record in records.checkpoints if not record.has("parent")]
     recorded = str(records.best.get("best", ""))
     values = log.values(policy.metric) if policy.metric else {}
-    while (best := find_best(own, values, policy.mode)) and best[0].state_path != recorded:
+    candidates = list(own)
+    best = find_best(candidates, values, policy.mode)
+    while best and best[0].state_path != recorded:
         directory.check_writer()
         if _record_best(rest, directory, best, policy):
             if recorded and recorded not in records.dropped:
                 _let_expire(rest, recorded, own, policy)
             break
-        own.remove(best[0])
+        candidates.remove(best[0])  # it has expired
+        best = find_best(candidates, values, policy.mode)
     kept = best[0].state_path if best else recorded
     # The records are newest first.
     old = [*own[policy.last :], *records.samplers[policy.last :]] if policy.last else []

@@ -63,9 +63,8 @@ def measure_term(
     runner: TermRunner, regularizer: Regularizer, inputs: Sequence[tuple[Outputs, Batch]], run: Call | None = None
 ) -> list[Evaluation]:
     """Compute the values of one term on held-out batches."""
-    # With on_error 'last', the runner would keep held-out values as the term's last values on training data, and with
-    # 'raise', an error would advise to skip the term, although a failure on held-out data never ends a run.
-    apart = replace(regularizer, on_error="skip")
+    # With on_error 'last', the runner would keep held-out values as the term's last values on training data.
+    apart = replace(regularizer, on_error="raise")
     return [
         runner.evaluate(apart, outputs, replace(batch, features=runner.prepare(apart, batch, run)), False, run)
         for outputs, batch in inputs

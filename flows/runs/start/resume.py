@@ -58,7 +58,9 @@ def restore_metrics(run: Run, start: CheckpointRecord | None, num_steps: int) ->
     """
     if start is None or start.get("mlflow_run_id", run.log.run_id) == run.log.run_id:
         return
-    stop = step_of(start) + (step_of(start) == num_steps)
+    stop = step_of(start)
+    if stop == num_steps:
+        stop += 1
     steps = read_metrics(run.directory)
     missing = [step for step in sorted(steps) if step < stop and not run.log.has_logged(step)]
     if not missing:
@@ -68,7 +70,7 @@ def restore_metrics(run: Run, start: CheckpointRecord | None, num_steps: int) ->
     run.log.flush()
     text = (
         f"The tracking store does not have the MLflow run {start.extra['mlflow_run_id']}, to which this run logged "
-        f"before. It goes on in another MLflow run, with the earlier metrics from metrics.jsonl, but without the "
+        "before. It goes on in another MLflow run, with the earlier metrics from metrics.jsonl, but without the "
         "earlier tags, artifacts and logged models."
     )
     note_warning(run.log, "other_mlflow_run", text)

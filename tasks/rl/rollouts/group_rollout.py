@@ -116,10 +116,14 @@ class RewardedGroup(EnvGroupBuilder):
             penalties = map(strategy.overlong.reward, result.trajectories)
             pairs = zip(self._rewards, penalties, strict=True)
             self._rewards = [(reward + penalty, {**metrics, OVERLONG: penalty}) for (reward, metrics), penalty in pairs]
-        rewards = [reward for reward, _ in self._rewards]
-        for member, total in enumerate(TrajectoryGroup(result.trajectories, rewards, []).get_total_rewards()):
-            if not math.isfinite(total):
-                raise ValueError(f"the reward of member {member} is {total}")
+        rewards, metrics = zip(*self._rewards, strict=True)
+        totals = TrajectoryGroup(result.trajectories, list(rewards), []).get_total_rewards()
+        for member, (trajectory, own) in enumerate(zip(result.trajectories, metrics, strict=True)):
+            reported = [own, *(turn.metrics for turn in trajectory.transitions)]
+            named = {name: values[name] for values in reported for name in strategy.rewards if name in values}
+            for name, value in {"": totals[member], **named}.items():
+                if not math.isfinite(value):
+                    raise ValueError(f"the reward{name and f' {name!r}'} of member {member} is {value}")
         self._trajectories = result.trajectories
         self.text_labels_G = tuple(dict(getattr(env, "text_labels", {})) for env in result.envs)
         return [RolloutError("UnparsedVerdict", reply) for reply in record.unparsed]
@@ -190,6 +194,7 @@ class RetryWholeGroup(RolloutStrategy):
         hook: hook that is called after each turn; None means none.
         termination: policy that changes the reward of an episode by the reason for its end; None means none.
         overlong: penalty for long completions; None means none.
+        rewards: metrics of the environment that are rewards, which have to be finite.
     """
 
     max_retries: int = 2
@@ -198,6 +203,7 @@ class RetryWholeGroup(RolloutStrategy):
     hook: HookSpec | None = None
     termination: TerminationRewardPolicy | None = None
     overlong: OverlongPenalty | None = None
+    rewards: tuple[str, ...] = ()
 
     async def execute(self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter) -> RolloutResult:
         """Roll out a `RewardedGroup` and compute its rewards.

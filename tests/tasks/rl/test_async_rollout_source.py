@@ -164,11 +164,12 @@ def test_split_steps_take_a_short_last_batch_with_the_first_groups_of_the_next_e
 
     class ShortLastBatch(NumberedGroups):
         def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
-            return super().get_batch(index)[: 3 - 2 * index]
+            return super().get_batch(index)[: 2 - index]
 
     with closing(RolloutSource(ShortLastBatch(2, {}), None, cast(Any, Tokens()), SETTINGS, minibatches)) as source:
-        assert source.problems.num_steps == 1
         assert [cast(NumberedGroup, group).env.number for group in source.problems.at(1)] == [2, 0]
+    with closing(RolloutSource(NumberedGroups(2, {}), None, cast(Any, Tokens()), SETTINGS, minibatches)) as source:
+        assert source.problems.num_steps == 2, "a last batch that can be split stays as it is"
 
 
 def test_group_batches_are_consecutive_over_batches_and_epochs() -> None:

@@ -81,6 +81,7 @@ class Guesses(EnvGroupBuilder):
     reward_error: BaseException = field(default_factory=lambda: ValueError("no grader"))
     num_env_errors: int = 0
     rules: Sequence[str] = ()
+    metrics: Metrics = field(default_factory=dict)
 
     async def make_envs(self) -> Sequence[Env]:
         fates = self.fates[min(self.num_attempts, len(self.fates) - 1)]
@@ -98,7 +99,7 @@ class Guesses(EnvGroupBuilder):
         self.graded.append(len(trajectory_group))
         if self.tag == "ungraded" or len(self.graded) <= self.num_reward_errors:
             raise self.reward_error
-        return [(0.0, {}) for _ in trajectory_group]
+        return [(0.0, self.metrics) for _ in trajectory_group]
 
     async def cleanup(self) -> None:
         self.num_cleanups += 1
@@ -225,6 +226,9 @@ def test_a_reward_that_is_not_finite_is_a_failure_of_its_group(sampler: tinker.S
     group = roll_out(sampler, Guesses([["ends"] * 3], rewards=(1.0, math.nan, 0.0)), max_retries=0)
     assert group.trajectories is None
     assert [error.error_message for error in group.errors] == ["the reward of member 1 is nan"]
+    graded = Guesses([["ends"] * 3], metrics={"style": math.inf, "unused": math.nan})
+    group = roll_out(sampler, graded, max_retries=0, rewards=("style", "rare"))
+    assert [error.error_message for error in group.errors] == ["the reward 'style' of member 0 is inf"]
 
 
 def test_group_with_a_failure_is_retried_with_fresh_environments(sampler: tinker.SamplingClient) -> None:
