@@ -1,4 +1,4 @@
-"""Load configs from YAML files and `field=value` overrides, and inspect their fields."""
+"""Load configs from YAML files, recorded ones of runs and `field=value` overrides, and inspect their fields."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ C = TypeVar("C", bound=Config)
 
 
 def load_config(config_type: type[C], path: Path | str | None, overrides: Sequence[str] = ()) -> C:
-    """Load a config from a YAML file and `field=value` overrides.
+    """Load a config from a YAML file, or the config.json of a run, and `field=value` overrides.
 
     Raises:
         ConfigError: The file is unreadable, an override is invalid, or a field is missing, unknown or invalid.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -15,10 +16,12 @@ from blocks.errors import ConfigError
 _TEXT, _INT, _FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float"))
 _MAX_NODES = 100_000
 MAX_DEPTH = 100
+# Field of a run's config.json with the version of its format.
+FORMAT_KEY = "format_version"
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read the fields of a YAML file, in UTF-8 or UTF-16.
+    """Read the fields of a YAML file, in UTF-8 or UTF-16, or those that a new run takes from the config.json of a run.
 
     Raises:
         ConfigError: the file is unreadable, invalid, or contains no mapping.
@@ -27,12 +30,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"The config file {path} could not be read ({error.strerror}): check its path.") from error
-    fields = parse_yaml(content, f"The config file {path}")
+    source = f"The config file {path}"
+    fields = _parse_json(content, source) if path.suffix == ".json" else parse_yaml(content, source)
     if not isinstance(fields, dict):
         raise ConfigError(
             f"The config file {path} is empty or not a mapping: write it as lines of the form field: value."
         )
-    return fields
+    return _without_parent(fields) if fields.pop(FORMAT_KEY, None) else fields
 
 
 def parse_yaml(content: str | bytes, source: str) -> Any:
@@ -93,6 +97,28 @@ def check_json_values(value: Any, path: str = "") -> None:
         raise ValueError(f"{path!r} is {value[:100]!a}, which is not valid Unicode: remove the lone surrogate")
     elif isinstance(value, bytes | bytearray):
         raise ValueError(f"{path!r} is binary: write it as text")
+
+
+def _parse_json(content: bytes, source: str) -> Any:
+    """Parse JSON, whose numbers such as 1e-05 and escaped characters YAML reads differently.
+
+    Raises:
+        ConfigError: the content is not valid JSON, or is nested too deeply.
+    """
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{source} is not valid JSON ({error}): fix it.") from error
+
+
+def _without_parent(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return recorded fields without the tags and the shared engine of the sweep or `rlhf` that started the run."""
+    tags = fields.get("mlflow_tags")
+    if not isinstance(tags, dict):
+        return fields
+    own = {key: tag for key, tag in tags.items() if not key.startswith(("mlflow.parentRunId", "tinker_flows."))}
+    has_shared_engine = "tinker_flows.sweep" in tags and str(fields.get("base_url")).startswith("block:sweep-")
+    return fields | {"mlflow_tags": own} | ({"base_url": "local"} if has_shared_engine else {})
 
 
 class _Loader(yaml.SafeLoader):

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from mlflow.entities import Run as MlflowRun
 
-from blocks.storage import RunDirectory, RunStorage
+from blocks.storage import CONFIG, RunDirectory, RunStorage
 from objectives.term import BASE
 from tasks.reports.tables import HELD_OUT, HeldOutRow, History, held_out_rows, is_headline, recent_term_rows
 from tasks.training.checkpoints import Records, read_records, step_of
@@ -217,6 +217,13 @@ def _lineage(run: MlflowRun, records: Records) -> str | None:
     return " → ".join(filter(None, [data, checkpoint, run.data.tags.get(VERSION_TAG)]))
 
 
+def _origin(records: Records) -> tuple[str, str]:
+    """Return the field that names the weights that a run started from, and their name; empty for the base model."""
+    parent = records.checkpoints[-1].get("parent", {}) if records.checkpoints else {}
+    field = next((name for name in ("resume", "init_from") if name in parent), "")
+    return field, f"{parent['run_name']}@{parent['step']}" if "run_name" in parent else parent.get(field, "")
+
+
 def _main_term(history: History) -> str:
     """Return the weighted regularizer with the largest share of the gradient; empty without one.
 
@@ -238,7 +245,9 @@ def _main_term(history: History) -> str:
 def _commands(
     run_name: str, directory: RunDirectory, records: Records, method: str, term: str
 ) -> list[tuple[str, str]]:
-    """Return purpose and text of the commands that a user may need next; `CONFIG` is the config file of the run.
+    """Return purpose and text of the commands that a user may need next.
+
+    They start new runs from the config that the run recorded; on S3, `CONFIG` stands for the config file of the run.
 
     Args:
         term: regularizer to try the run without; may be empty.
@@ -247,13 +256,21 @@ def _commands(
     if not any(record.final for record in records.checkpoints):
         return [("Resume", f"tinker-flows resume {name}{storage}")]
     override = storage.replace(" --storage ", " storage=")
-    start = f"tinker-flows run {method} --config CONFIG run_name=NEW{override}"
-    without = f"{start} objective.regularizers.{term}.weight=0 && tinker-flows report {name} NEW{storage}"
+    config = "CONFIG" if "://" in directory.location else shlex.quote(f"{directory.location}/{CONFIG}")
+    start = f"tinker-flows run {method} --config {config} run_name=NEW{override}"
+    field, weights = _origin(records)
+    origin = f" {field}={shlex.quote(weights)}" if field else ""
+    # Of these two fields, a config has only one.
+    no_resume, no_init = (
+        (" resume=auto" if field == "resume" else ""),
+        (" init_from=base" if field == "init_from" else ""),
+    )
+    without = f"{start}{origin} objective.regularizers.{term}.weight=0 && tinker-flows report {name} NEW{storage}"
     return [
         *([(f"See what {term} did: train without it and compare", without)] if term else []),
         ("Sample", f'tinker-flows sample {name}@final "PROMPT"{storage}'),
         ("Chat", f"tinker-flows chat {name}@final{storage}"),
         ("Export", f"tinker-flows export {name}@final --adapter exported{storage}"),
-        ("Continue with more steps (fork)", f"{start} resume={name}@final num_steps=MORE"),
-        ("Train on with a new optimizer", f"{start} init_from={name}@final"),
+        ("Continue with more steps (fork)", f"{start}{no_init} resume={name}@final num_steps=MORE"),
+        ("Train on with a new optimizer", f"{start}{no_resume} init_from={name}@final"),
     ]

@@ -16,6 +16,7 @@ from blocks.errors import ConfigError
 from blocks.storage import CONFIG, RunDirectory
 from blocks.terminal import print_notice
 from flows.config.base import RunConfig
+from flows.config.plain_data import FORMAT_KEY
 from flows.runs.start.cookbook_compat import set_aside_config
 from objectives.config.aliases import with_current_paths
 from objectives.errors import explain
@@ -30,7 +31,6 @@ FORMAT_OF_SCALES = 2
 # First format whose runs correct for the sampler: importance ratios in the term `kl`, logprobs of the distribution that
 # was sampled from.
 FORMAT_OF_CORRECTIONS = 3
-_FORMAT_KEY = "format_version"
 _SHORT_VALUES = 60  # characters
 
 # Fields that may change when a run resumes: where it runs and how often it evaluates, never what it trains.
@@ -102,7 +102,7 @@ class RecordedConfig:
             fields = None
         if not isinstance(fields, dict):
             raise ConfigError(f"{location}/{CONFIG} is not the config of a run: restore it to resume the run.")
-        version = fields.pop(_FORMAT_KEY, 1)
+        version = fields.pop(FORMAT_KEY, 1)
         if version > FORMAT_VERSION:
             raise ConfigError(
                 f"{location}/{CONFIG} has format version {version}, but this release supports up to {FORMAT_VERSION}: "
@@ -148,7 +148,7 @@ def check_config(
     if set_aside_config(directory) or start is None:
         if start is None and trains_otherwise(directory, config):
             _remove_files_of_steps(directory, config)
-        fields = {_FORMAT_KEY: FORMAT_VERSION, **config.model_dump(mode="json")}
+        fields = {FORMAT_KEY: FORMAT_VERSION, **config.model_dump(mode="json")}
         directory.write_bytes(CONFIG, json.dumps(fields, indent=2).encode())
         return
     check_unchanged(directory, config, start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,21 @@ def test_odd_files_are_refused_in_one_sentence(tmp_path: Path, content: bytes, e
         read_yaml(path)
     assert str(caught.value).startswith(f"The config file {path} {expected}")
     assert "\n" not in str(caught.value)
+
+
+def test_invalid_json_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{")
+    with pytest.raises(ConfigError, match=r"config.json is not valid JSON \(Expecting .*\): fix it\.$"):
+        read_yaml(path)
+
+
+def test_a_recorded_trial_is_read_as_a_run_of_its_own(tmp_path: Path) -> None:
+    """The engine of a sweep ends with it, and the tags would show the new run as a trial."""
+    path = tmp_path / "config.json"
+    tags = {"mlflow.parentRunId": "a", "tinker_flows.sweep": "mine", "team": "b"}
+    path.write_text(json.dumps({"format_version": 3, "base_url": "block:sweep-mine-0a", "mlflow_tags": tags}))
+    assert read_yaml(path) == {"base_url": "local", "mlflow_tags": {"team": "b"}}
 
 
 def test_invalid_yaml_in_a_price_table_is_reported_once(tmp_path: Path) -> None:

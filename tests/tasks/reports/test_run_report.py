@@ -87,7 +87,7 @@ def test_the_page_is_one_file_with_every_section(page: Path) -> None:
     assert "src=" not in text
     assert len(text) < 3e6
     assert HOSTILE not in text
-    assert "tinker-flows run rl --config CONFIG run_name=NEW" in text
+    assert f"tinker-flows run rl --config {page.parent}/config.json run_name=NEW" in text
     assert "was skipped at 2 steps (3, 4)." in text
     assert "<b>not registered</b>" in text
     assert "<li>kl: KL. &lt;/script&gt;" in text

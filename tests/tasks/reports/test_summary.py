@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,9 @@ from mlflow.entities import Param, Run, RunData, RunInfo, RunStatus, RunTag
 from scipy.stats import binomtest, ttest_rel
 
 from blocks.storage import RunDirectory, RunStorage
+from flows.config.loader import load_config
+from flows.config.train import SftConfig
+from flows.runs.start.config_record import check_config
 from objectives.term_weights.targets import TargetSpec
 from tasks.reports.run_report import describe_effects
 from tasks.reports.summary import RunSummary, run_warnings, summarize
@@ -84,9 +89,55 @@ def test_the_commands_leave_out_the_term_with_the_largest_share(directory: RunDi
     with directory:
         record(directory, 24, final=True)
     commands = dict(summary(directory, history).commands)
-    assert commands["See what topology did: train without it and compare"].startswith(
-        "tinker-flows run sft --config CONFIG run_name=NEW"
+    assert (
+        " objective.regularizers.topology.weight=0 " in commands["See what topology did: train without it and compare"]
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "parent"),
+    [
+        ({}, {}),
+        ({"resume": "run@8", "num_steps": 12}, {"resume": "run@8", "run_name": "run", "step": 8}),
+        ({"init_from": "tinker://a/weights/8"}, {"init_from": "tinker://a/weights/8"}),
+    ],
+)
+def test_the_commands_start_from_the_recorded_config(
+    fields: dict[str, Any], parent: dict[str, Any], tmp_path: Path
+) -> None:
+    """Overrides of the run, text that YAML reads differently, and the origin are those of the run itself."""
+    builder = {"builder": "a:B", "params": {"rate": 1e-05, "prompt": "\U0001f600"}}
+    terms = {"regularizers": [{"name": "kl", "weight": 0.1}, {"name": "logic", "weight": 2.0}]}
+    base = {
+        "run_name": "mine",
+        "model": "tiny",
+        "data": builder,
+        "objective": terms,
+        "storage": str(tmp_path / "my runs"),
+    }
+    config = SftConfig.model_validate(base | {"mlflow_tags": {"team": "a", "tinker_flows.sweep": "s"}} | fields)
+    with RunStorage(url=config.storage).run_directory("mine") as directory:
+        check_config(directory, config, None, [])
+        if parent:
+            line = {"name": "fork", "batch": 8, "epoch": 0, "state_path": "tinker://a/weights/8", "parent": parent}
+            directory.append_line("checkpoints.jsonl", json.dumps(line))
+        record(directory, 12, final=True)
+    history = {"term/logic/grad_share": [(0, 0.5)], "term/logic/weight": [(0, 2.0)]}
+    commands = dict(summary(directory, history).commands)
+
+    def loaded(purpose: str) -> SftConfig:
+        words = shlex.split(commands[purpose].partition(" && ")[0].replace("MORE", "99"))
+        assert words[:4] == ["tinker-flows", "run", "sft", "--config"]
+        return load_config(SftConfig, words[4], words[5:])
+
+    without = loaded("See what logic did: train without it and compare")
+    terms["regularizers"][1]["weight"] = 0
+    expected = SftConfig.model_validate(base | {"mlflow_tags": {"team": "a"}, "run_name": "NEW"} | fields)
+    assert without == expected
+    update: dict[str, Any] = {"resume": "mine@final", "init_from": "base", "num_steps": 99}
+    assert loaded("Continue with more steps (fork)").model_dump().items() >= update.items()
+    update = {"resume": "auto", "init_from": "mine@final", "num_steps": config.num_steps}
+    assert loaded("Train on with a new optimizer").model_dump().items() >= update.items()
 
 
 def test_stopped_run_with_warnings(directory: RunDirectory) -> None:
