@@ -53,8 +53,12 @@ def show_result(result: TrainResult, control: Mapping[str, Control] | None = Non
     console.print(f"report       {result.report}")
     console.print(f"Prefect UI   {_prefect_ui(result)}")
     console.print(f"MLflow UI    {_mlflow_ui(result)}")
-    storage = storage_option(result.run_name, result.directory)
-    console.print(f'sample       tinker-flows sample {shlex.quote(result.run_name)}@final "PROMPT"{storage}')
+    name, storage = shlex.quote(result.run_name), storage_option(result.run_name, result.directory)
+    if result.stopped:
+        limit = "budget.usd" if "budget.usd" in result.stopped else "budget.hours"
+        console.print(f"resume       tinker-flows resume {name} {limit}=MORE{storage}")
+    weights = name if result.stopped else f"{name}@final"
+    console.print(f'sample       tinker-flows sample {weights} "PROMPT"{storage}')
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

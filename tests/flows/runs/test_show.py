@@ -1,4 +1,4 @@
-"""Addresses of the pages of a run that its end shows."""
+"""Addresses of the pages of a run and commands that its end shows."""
 
 from __future__ import annotations
 
@@ -29,3 +29,31 @@ def test_pages_are_those_of_running_servers(is_up: bool, tmp_path: Path, monkeyp
         assert pages == expected
     else:
         assert all(page.startswith("tinker-flows up --no-engine\n") for page in pages)
+
+
+@pytest.mark.parametrize(
+    ("stopped", "commands"),
+    [
+        ("", ['sample       tinker-flows sample mine@final "PROMPT"']),
+        (
+            "The run stopped at a checkpoint before step 3: it would have cost $2 with step 3, but budget.usd is 1.",
+            [
+                "resume       tinker-flows resume mine budget.usd=MORE",
+                'sample       tinker-flows sample mine "PROMPT"',
+            ],
+        ),
+    ],
+)
+def test_a_stopped_run_has_no_final_checkpoint_to_sample_from(
+    stopped: str,
+    commands: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path))
+    fields = dict.fromkeys(TrainResult.__dataclass_fields__, cast(Any, ""))
+    fields |= {"run_name": "mine", "directory": f"{tmp_path}/runs/mine", "metrics": {}, "stopped": stopped}
+    show.show_result(TrainResult(**fields))
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if line.startswith(("resume", "sample"))] == commands
