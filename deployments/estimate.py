@@ -68,7 +68,7 @@ def _show(run: Estimate | CostEstimate, unit: str = "steps") -> None:
 def _cost_rows(run: CostEstimate, unit: str) -> list[tuple[str, str]]:
     low, high = run.low, run.high
     return [
-        (unit, f"{run.num_steps:,}"),
+        (unit, f"{run.num_steps:,}{_from(run.first_step)}"),
         ("tokens in passes", _between(low.num_train_tokens, high.num_train_tokens)),
         ("prompt tokens", _between(low.sampled.num_prefill_tokens, high.sampled.num_prefill_tokens)),
         ("sampled tokens", _between(low.sampled.num_sample_tokens, high.sampled.num_sample_tokens)),
@@ -118,7 +118,7 @@ def _rows(run: Estimate) -> list[tuple[str, str]]:
     passes_bound = ", at most" if run.candidates.num_sample_tokens else ""
     cost_bound = "at most " if num_sampled and run.usd else ""
     return [
-        ("steps", f"{run.num_steps:,}{_skipped(run.skipped_steps)}"),
+        ("steps", f"{run.num_steps:,}{_from(run.first_step)}{_skipped(run.skipped_steps)}"),
         ("tokens in training batches", f"{run.num_tokens:,}{sample}"),
         ("forward passes, which train nothing", f"{run.num_forwards:,}"),
         ("forward_backward passes, which train", f"{run.num_forward_backwards:,}"),
@@ -134,6 +134,10 @@ def _rows(run: Estimate) -> list[tuple[str, str]]:
         ("time", f"{format_hours(run.hours)} at the pace of run {run.paced_by}" if run.hours else unknown_time),
         *([("not included", "; ".join(run.excluded))] if run.excluded else []),
     ]
+
+
+def _from(first_step: int) -> str:
+    return f" (from step {first_step:,})" if first_step else ""
 
 
 def _skipped(steps: Sequence[int]) -> str:

@@ -17,7 +17,10 @@ from flows.config.train import BASE_MODEL, TrainConfig
 from flows.monitoring.run_tags import PRICES_TAG
 from flows.runs.blocks import open_service, storage_of, tracking_of
 from flows.runs.prices import digest_prices, price_of
+from flows.runs.start.fork import check_end, is_fork, starts_of
+from flows.runs.start.resume import origin_step
 from flows.runs.tracking.mlflow_run import MAX_PARAM_LENGTH, changed_fields_of
+from flows.training.schedule import Schedule
 from tasks.common.builders import takes
 from tasks.common.event_loop import open_workers
 from tasks.common.sampling import open_training_client
@@ -30,6 +33,7 @@ from tasks.reports.summary import STOPPED_TAG
 from tasks.rl.environments.pairwise import ChosenAnswerGroupBuilder
 from tasks.rl.environments.reward_model import RewardModelGroupBuilder
 from tasks.training.batch_source import SampledTokens
+from tasks.training.checkpoints import resumable, step_of
 from tasks.training.token_meter import TokenMeter
 from tasks.training.tracking.metrics import metric_values
 
@@ -79,6 +83,7 @@ class CostEstimate:
         like_num_steps: Number of steps of the earlier run; 0 without an earlier run, and for an evaluation.
         parts: Bounds of each part of the cost; empty if an earlier run gives the cost.
         excluded: Costs that the bounds leave out, as phrases.
+        first_step: First step; for a fork, the step of the checkpoint that it continues.
     """
 
     run_name: str
@@ -90,6 +95,7 @@ class CostEstimate:
     like_num_steps: int = 0
     parts: Mapping[str, CostRange] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
+    first_step: int = 0
 
 
 class PriceList(NamedTuple):
@@ -387,6 +393,23 @@ class EarlierRun:
         sampled = SampledTokens(*(round(count * factor) for count in astuple(self.costs.sampled)))
         usd = None if self.costs.usd is None else self.costs.usd * factor
         return TokenCosts(round(self.costs.num_train_tokens * factor), sampled, usd)
+
+
+def schedule_of(config: TrainConfig, steps_per_epoch: int) -> Schedule:
+    """Return the schedule of a whole run; a fork starts at the step of the checkpoint that it continues.
+
+    Raises:
+        ConfigError: The checkpoint does not exist, or is at or after the last step.
+    """
+    storage, first = storage_of(config), 0
+    directory = storage.run_directory(config.run_name)
+    if config.if_exists != "delete" and resumable(directory):
+        first = origin_step(directory)
+    elif is_fork(config):
+        first = step_of(starts_of(config, storage)[0])
+    schedule = Schedule(config, steps_per_epoch, first)
+    check_end(config, first, schedule.num_steps)
+    return schedule
 
 
 def earlier_runs(config: TrackedConfig, prices: PriceList, ignored: Sequence[str] = ()) -> Iterator[EarlierRun]:

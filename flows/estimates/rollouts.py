@@ -21,6 +21,7 @@ from flows.estimates.costs import (
     measure,
     ranges,
     reference_model,
+    schedule_of,
     total,
 )
 from flows.runs.blocks import service_url
@@ -78,19 +79,23 @@ def estimate_rollouts(config: SamplingMethod, ignored: Sequence[str] = ()) -> Co
     prices = PriceList(config.model, service_url(config.base_url), config.budget.prices)
     sizes = _sizes_of(config)
     with Objective.from_spec(config.objective) as objective:
-        schedule = Schedule(config, sizes.steps_per_epoch)
-        num_steps = schedule.num_steps
+        schedule = schedule_of(config, sizes.steps_per_epoch)
+        num_steps = len(schedule.steps)
         # A run that is shorter than the period between evaluations has too many evaluations per step.
         rarely = config.infrequent_eval_every if schedule.evaluates_rarely else 0
         min_steps = min(num_steps, max(config.eval_every, rarely, 1))
         earlier = next((run for run in earlier_runs(config, prices, ignored) if run.num_steps >= min_steps), None)
         if earlier:
             costs, basis = earlier.scaled_to(num_steps), (earlier.name, earlier.num_steps)
-            return CostEstimate(config.run_name, config.model, num_steps, costs, costs, *basis)
+            return CostEstimate(
+                config.run_name, config.model, num_steps, costs, costs, *basis, first_step=schedule.first
+            )
         bills = [_count(config, objective, sizes, schedule, Bill(prices), is_high=high) for high in (False, True)]
         excluded = tuple(_excluded(config, objective, sizes))
     low, high, parts = ranges(*bills)
-    return CostEstimate(config.run_name, config.model, num_steps, low, high, parts=parts, excluded=excluded)
+    return CostEstimate(
+        config.run_name, config.model, num_steps, low, high, parts=parts, excluded=excluded, first_step=schedule.first
+    )
 
 
 def _count(
@@ -98,7 +103,7 @@ def _count(
 ) -> Bill:
     """Count the tokens of a run whose completions have one token each, or the maximum."""
     length = config.rollout.max_tokens if is_high else 1
-    step, held_out, num_steps = sizes.trained, sizes.all_held_out, schedule.num_steps
+    step, held_out, num_steps = sizes.trained, sizes.all_held_out, len(schedule.steps)
     refills = config.rollout.refill_rounds if is_high else 0
     # Groups that over-sampling cancels may have sampled nothing, or everything.
     started = sizes.all_of_step if is_high else step
@@ -111,8 +116,8 @@ def _count(
     is_dropped = is_dropped or (isinstance(config, OnPolicyConfig) and config.hindsight is not None)
     if is_dropped and not is_high:
         num_batch_tokens //= max(step.num_rollouts, 1)
-    passes = [num_passes(objective, at, config.guards.needs_forward_pass) if is_high else 1 for at in range(num_steps)]
-    measured = sum(objective.measures_effects(at) for at in range(num_steps))
+    passes = [num_passes(objective, at, config.guards.needs_forward_pass) if is_high else 1 for at in schedule.steps]
+    measured = sum(objective.measures_effects(at) for at in schedule.steps)
     # A final forward pass over the last batch checks the final weights.
     bill.add_training("training", config.model, num_batch_tokens * (sum(passes) + measured + 1))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer, register_tokenizer
@@ -15,7 +16,7 @@ from flows.config.base import SERVICE_PATH
 from flows.config.dpo import START, DpoConfig
 from flows.config.train import BASE_MODEL, CandidatesConfig, SftConfig
 from flows.dpo import open_pairs, preference_loss
-from flows.estimates.costs import EvaluatorSizes
+from flows.estimates.costs import EvaluatorSizes, schedule_of
 from flows.runs.blocks import lacks_key, open_service, service_url, tracking_of
 from flows.runs.pace import Pace, find_pace
 from flows.runs.prices import Price, price_of
@@ -50,6 +51,7 @@ class Estimate:
     Attributes:
         run_name, model: Name and base model of the run.
         num_steps: Number of steps.
+        first_step: First step; for a fork, the step of the checkpoint that it continues.
         skipped_steps: Steps whose batches have nothing to train, which `guards.untrained: skip` skips.
         num_tokens: Tokens in the batches of all steps.
         batches_read, batches_of_epoch: Number of batches whose tokens were counted, and number of batches per epoch;
@@ -75,6 +77,7 @@ class Estimate:
     run_name: str
     model: str
     num_steps: int
+    first_step: int
     skipped_steps: tuple[int, ...]
     num_tokens: int
     batches_read: int
@@ -139,15 +142,16 @@ def _estimate(
     reference_price: Price | None,
 ) -> Estimate:
     source, held_out = data.source, data.held_out
-    schedule = Schedule(config, source.steps_per_epoch)
-    skipped = tuple(source.untrained_steps(range(schedule.num_steps)))
+    schedule = schedule_of(config, source.steps_per_epoch)
+    num_steps = len(schedule.steps)
+    skipped = tuple(source.untrained_steps(schedule.steps))
     if skipped:
-        reason_to_skip(skipped, schedule.num_steps, config.guards.untrained)
-    trained = sorted(set(range(schedule.num_steps)) - set(skipped))
+        reason_to_skip(skipped, num_steps, config.guards.untrained)
+    trained = sorted(set(schedule.steps) - set(skipped))
     first_batch = source.batch_at(trained[0])
     objective.choose_estimators(first_batch, can_sample=_candidates(config) is not None)
     sizes = _sizes_of_steps(source, schedule, trained)
-    tokens = [size.num_tokens for size in sizes]
+    tokens = {step: size.num_tokens for step, size in sizes.items()}
     passes = {step: num_passes(objective, step, config.guards.needs_forward_pass) for step in trained}
     has_held_out = held_out.num_tokens > 0
     evaluations = schedule.num_often * has_held_out
@@ -158,7 +162,7 @@ def _estimate(
     reference, num_reference_train_tokens = SampledTokens(), 0
     if objective.needs("ref_logprobs"):
         # The reference model scores each training datum and each held-out datum once, not once per epoch.
-        scored = [*sizes[: schedule.steps_per_epoch], *([held_out] if evaluations else [])]
+        scored = [*islice(sizes.values(), schedule.steps_per_epoch), *([held_out] if evaluations else [])]
         num_scored_tokens = sum(size.num_tokens for size in scored)
         has_one_target = first_batch.target_tokens_DT.ndim == 1
         if has_one_target:
@@ -180,9 +184,10 @@ def _estimate(
     return Estimate(
         run_name=config.run_name,
         model=config.model,
-        num_steps=schedule.num_steps,
+        num_steps=num_steps,
+        first_step=schedule.first,
         skipped_steps=skipped,
-        num_tokens=sum(tokens),
+        num_tokens=sum(tokens.values()),
         batches_read=min(len(trained), schedule.steps_per_epoch, _MOST_BATCHES),
         batches_of_epoch=schedule.steps_per_epoch,
         num_forwards=sum(passes.values()) - len(passes) + len(measured) + 1,
@@ -196,7 +201,7 @@ def _estimate(
         reference=reference,
         num_train_tokens=num_train_tokens + num_reference_train_tokens,
         usd=usd,
-        hours=pace.hours(sum(tokens), len(schedule.evaluations())) if pace else None,
+        hours=pace.hours(sum(tokens.values()), len(schedule.evaluations())) if pace else None,
         paced_by=pace.run_name if pace else "",
     )
 
@@ -329,7 +334,7 @@ def _example_tokens(
     """Count the tokens of the report's examples, if each has the maximum length."""
     if not isinstance(source, SupervisedSource) or source.test is None:
         return SampledTokens()
-    times = sum(schedule.evaluates_often_before(step) for step in (0, schedule.num_steps))
+    times = sum(schedule.evaluates_often_before(step) for step in (schedule.first, schedule.num_steps))
     num, prompts = config.report.num_examples, list[list[int]]()
     for index in range(len(source.test)):
         if len(prompts) < num:
@@ -340,14 +345,14 @@ def _example_tokens(
 
 def _sizes_of_steps(
     source: SupervisedSource | PairSource, schedule: Schedule, trained: Sequence[int]
-) -> Sequence[BatchSize]:
+) -> Mapping[int, BatchSize]:
     """Return the size of each step's batch, 0 for a skipped step; later epochs repeat the sizes of the first epoch."""
     per_epoch = schedule.steps_per_epoch
     read = trained[: min(per_epoch, _MOST_BATCHES)]
     sizes = {step % per_epoch: BatchSize.of(source.batch_at(step)) for step in read}
     mean = BatchSize(*(round(sum(column) / len(sizes)) for column in zip(*sizes.values(), strict=True)))
     trained_sizes = {step: sizes.get(step % per_epoch, mean) for step in trained}
-    return [trained_sizes.get(step, BatchSize(0, 0)) for step in range(schedule.num_steps)]
+    return {step: trained_sizes.get(step, BatchSize(0, 0)) for step in schedule.steps}
 
 
 def _pace(config: SftConfig | DpoConfig) -> Pace | None:

@@ -20,6 +20,7 @@ from flows.estimates.costs import (
     measure,
     ranges,
     reference_model,
+    schedule_of,
 )
 from flows.runs.blocks import service_url
 from flows.training.plan import num_passes
@@ -111,33 +112,37 @@ def estimate_teacher_data(config: TeacherDataMethod) -> CostEstimate:
         built = [open_teacher_data(tokenizer, resources, dataset) for dataset in datasets]
         weights = [dataset.weight for dataset in datasets]
         mixture = Mixture[TeacherInput]([train for train, _ in built], weights, config.batch_size, config.seed)
-        schedule = Schedule(config, len(mixture))
-        num_steps = schedule.num_steps
+        schedule = schedule_of(config, len(mixture))
+        num_steps = len(schedule.steps)
         earlier = next((run for run in earlier_runs(config, prices) if run.num_steps == num_steps), None)
         if earlier:
             costs, basis = earlier.costs, (earlier.name, earlier.num_steps)
-            return CostEstimate(config.run_name, config.model, num_steps, costs, costs, *basis)
+            return CostEstimate(
+                config.run_name, config.model, num_steps, costs, costs, *basis, first_step=schedule.first
+            )
         entries = build_evaluators(config.evaluators, config.infrequent_evaluators, resources)
         evaluators = EvaluatorSizes.of(entries, tokenizer)
-        sizes = _measure(config, datasets, mixture, num_steps, [test for _, test in built], evaluators)
+        sizes = _measure(config, datasets, mixture, schedule.steps, [test for _, test in built], evaluators)
     with Objective.from_spec(config.objective) as objective:
         bills = [_count(config, objective, sizes, schedule, Bill(prices), is_high=high) for high in (False, True)]
         excluded = (*_excluded(config, objective), *evaluators.others)
     low, high, parts = ranges(*bills)
-    return CostEstimate(config.run_name, config.model, num_steps, low, high, parts=parts, excluded=excluded)
+    return CostEstimate(
+        config.run_name, config.model, num_steps, low, high, parts=parts, excluded=excluded, first_step=schedule.first
+    )
 
 
 def _measure(
     config: TeacherDataMethod,
     datasets: Sequence[TeacherDataConfig],
     mixture: Mixture[TeacherInput],
-    num_steps: int,
+    numbers: range,
     tests: Sequence[Any],
     evaluators: EvaluatorSizes,
 ) -> DataSizes:
     """Measure the distinct items of all steps, and the held-out items of the datasets."""
     models = [dataset.teacher.model or config.model for dataset in datasets]
-    steps = [mixture.at(step) for step in range(num_steps)]
+    steps = [mixture.at(step) for step in numbers]
     distinct: dict[str, Item[TeacherInput]] = {item_key(item): item for items in steps for item in items}
     measured = {key: (models[item.dataset], ItemSizes.of(item.value)) for key, item in distinct.items()}
     items = {key: entry for key, entry in measured.items() if entry[1].is_trained}
@@ -157,16 +162,17 @@ def _count(
 ) -> Bill:
     """Count the tokens of a run whose completions have one token each, or the maximum."""
     length = config.rollout.max_tokens if is_high else 1
-    num_steps = schedule.num_steps
     for model, item in sizes.items.values():
         bill.add("teachers", model, item.teacher.sampling(length))
         if config.top_k:
             _add_scores(bill, "teachers", model, item, length)
 
     tokens = [sum(sizes.items[key][1].num_batch_tokens(length) for key in keys) for keys in sizes.steps]
-    passes = [num_passes(objective, at, config.guards.needs_forward_pass) if is_high else 1 for at in range(num_steps)]
+    passes = [num_passes(objective, at, config.guards.needs_forward_pass) if is_high else 1 for at in schedule.steps]
     num_train_tokens = sum(count * number for count, number in zip(tokens, passes, strict=True))
-    num_train_tokens += sum(count for step, count in enumerate(tokens) if objective.measures_effects(step))
+    num_train_tokens += sum(
+        count for step, count in zip(schedule.steps, tokens, strict=True) if objective.measures_effects(step)
+    )
     # A final forward pass over the last batch checks the final weights.
     bill.add_training("training", config.model, num_train_tokens + tokens[-1])
 
@@ -190,7 +196,7 @@ def _count(
             bill.add("evaluations", model, item.teacher.scoring(length), num_evaluations)
     prompts = [item.num_prompt_tokens for _, item in sizes.held_out[: config.report.num_examples]]
     of_examples = SampledTokens(sum(prompts), len(prompts) * (config.report.max_tokens if is_high else 1))
-    num_times = sum(schedule.evaluates_often_before(at) for at in (0, num_steps))
+    num_times = sum(schedule.evaluates_often_before(at) for at in (schedule.first, schedule.num_steps))
     bill.add("examples of the report", config.model, of_examples, num_times)
     return bill
 

@@ -29,6 +29,11 @@ class Schedule:
     def num_steps(self) -> int:
         return min(self.config.num_epochs * self.steps_per_epoch, self.config.num_steps or sys.maxsize)
 
+    @property
+    def steps(self) -> range:
+        """Steps that the run trains."""
+        return range(self.first, self.num_steps)
+
     def learning_rate_at(self, step: int) -> float:
         return self.config.learning_rate * compute_schedule_lr_multiplier(self.config.lr_schedule, step, self.num_steps)
 
@@ -62,7 +67,7 @@ class Schedule:
         The first value of a step is True if the held-out data and `evaluators` are due, the second one if
         `infrequent_evaluators` are. The final weights are evaluated before the step `num_steps`.
         """
-        steps = range(self.num_steps + 1)
+        steps = range(self.first, self.num_steps + 1)
         kinds = {step: (self.evaluates_often_before(step), self.evaluates_rarely_before(step)) for step in steps}
         return {step: kind for step, kind in kinds.items() if any(kind)}
 
@@ -78,12 +83,12 @@ class Schedule:
     @property
     def num_often(self) -> int:
         """Number of evaluations of the held-out data and `evaluators` in a whole run."""
-        return sum(self.evaluates_often_before(step) for step in range(self.num_steps + 1))
+        return sum(often for often, _ in self.evaluations().values())
 
     @property
     def num_rarely(self) -> int:
         """Number of evaluations of `infrequent_evaluators` in a whole run."""
-        return sum(self.evaluates_rarely_before(step) for step in range(self.num_steps + 1))
+        return sum(rarely for _, rarely in self.evaluations().values())
 
     def _is_evaluation(self, step: int, every: int) -> bool:
         # A fork with promote_if evaluates its first weights, which are the baseline.

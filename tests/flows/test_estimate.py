@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from blocks.errors import ConfigError
 from deployments.estimate import _rows
 from engine.models import resolve_model
 from flows.config.train import SftConfig
+from flows.estimates.costs import schedule_of
 from flows.estimates.supervised import estimate
-from flows.runs.blocks import open_service
+from flows.runs.blocks import open_service, storage_of
 from flows.runs.pace import find_pace
 
 
@@ -65,3 +67,26 @@ def test_hosted_model_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     # Qwen3-8B costs $0.44 per million tokens of training passes.
     assert estimated.usd == pytest.approx(estimated.num_train_tokens * 0.44e-6)
     assert estimated.num_tokens == estimate(config.model_copy(update={"model": "tiny", "base_url": "local"})).num_tokens
+    # A fork trains only the steps after its checkpoint.
+    with storage_of(config).run_directory("parent") as directory:
+        directory.write_bytes("config.json", json.dumps(config.model_dump(mode="json")).encode())
+        line = {"name": "3", "batch": 3, "step": 3, "epoch": 0, "state_path": "tinker://a/weights/3"}
+        directory.append_line("checkpoints.jsonl", json.dumps(line))
+    fork = estimate(config.model_copy(update={"resume": "parent@3"}))
+    before = estimate(config.model_copy(update={"num_steps": 3}))
+    assert (fork.num_steps, fork.first_step, fork.num_forward_backwards) == (5, 3, 5)
+    assert fork.num_tokens == estimated.num_tokens - before.num_tokens
+    assert dict(_rows(fork))["steps"] == "5 (from step 3)"
+    with pytest.raises(ConfigError, match="at step 3, but this run ends at step 3: raise num_steps"):
+        estimate(config.model_copy(update={"resume": "parent@3", "num_steps": 3}))
+
+
+def test_a_fork_is_evaluated_from_its_first_step_on(tmp_path: Path) -> None:
+    config = SftConfig.model_validate(sft_fields(tmp_path, "fork", "") | {"eval_every": 2, "num_steps": 8})
+    with storage_of(config).run_directory("fork") as directory:
+        line = {"name": "fork", "batch": 5, "step": 5, "epoch": 0, "state_path": "tinker://a/weights/5"}
+        directory.append_line("checkpoints.jsonl", json.dumps(line | {"parent": {"resume": "other@5"}}))
+    schedule = schedule_of(config, 8)
+    assert (schedule.steps, schedule.num_often) == (range(5, 8), 2)
+    assert [*schedule.evaluations()] == [6, 8]
+    assert schedule_of(config.model_copy(update={"if_exists": "delete"}), 8).num_often == 5

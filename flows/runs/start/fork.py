@@ -61,6 +61,19 @@ def starts_of(config: RunConfig, storage: RunStorage) -> list[CheckpointRecord]:
     return [_initial_weights(config, checkpoint) for checkpoint in checkpoints]
 
 
+def check_end(config: RunConfig, step: int, num_steps: int) -> None:
+    """Check that a run has a step left after its origin.
+
+    Raises:
+        ConfigError: A fork starts at or after its last step.
+    """
+    if step >= num_steps:
+        raise ConfigError(
+            f"resume is {config.resume!r}, at step {step}, but this run ends at step {num_steps}: raise num_steps or "
+            "num_epochs, or start at step 0 with its weights through init_from."
+        )
+
+
 def check_model(config: RunConfig, base_model: str) -> None:
     """Check that the weights that a run starts from have its base model.
 

@@ -19,7 +19,7 @@ from flows.config.train import TrainConfig
 from flows.monitoring.run_tags import note_warning
 from flows.runs.run import Run
 from flows.runs.start.cookbook_compat import cookbook_step
-from flows.runs.start.fork import check_model, named_origin
+from flows.runs.start.fork import check_end, check_model, named_origin
 from tasks.common.service_errors import service_errors
 from tasks.training.checkpoints import append_record, resumable, step_of
 from tasks.training.tracking.metrics_file import read_metrics
@@ -84,12 +84,7 @@ def origin_step(directory: RunDirectory) -> int:
 
 def _check_origin(run: Run, config: TrainConfig, start: CheckpointRecord, num_steps: int) -> None:
     """Check that a new run can start from the weights that its config names; see `resolve_start`."""
-    step = step_of(start)
-    if step >= num_steps:
-        raise ConfigError(
-            f"resume is {config.resume!r}, at step {step}, but this run ends at step {num_steps}: raise num_steps or "
-            "num_epochs, or start at step 0 with its weights through init_from."
-        )
+    check_end(config, step_of(start), num_steps)
     path = start.state_path or ""
     with service_errors(f"describe the checkpoint {path}"):
         weights = tinker.RestClient(run.session.holder).get_weights_info_by_tinker_path(path).result()
