@@ -166,15 +166,18 @@ def _facts(run: MlflowRun, records: Records, history: History) -> list[tuple[str
     digest = run.data.tags.get(DATA_TAG)
     time, tokens, price = _cost_parts(last)
     num_steps = max((step_of(record) for record in records.checkpoints), default=0)
+    (field, origin), first = _origin(records), _first_step(records)
+    batch = f"batch of step {first}" if first else "first batch"
     rate = f"{_rounded(params['learning_rate'])}, {params.get('lr_schedule')}" if "learning_rate" in params else None
     started = datetime.fromtimestamp(run.info.start_time / 1000, UTC)
     facts = [
         ("method", run.data.tags.get("prefect.flow_name")),
         ("model", params.get("model")),
-        ("data", f"{data}, first batch {digest}" if data and digest else data),
+        ("starts from", f"{origin}, with a new optimizer" if field == "init_from" else origin),
+        ("data", f"{data}, {batch} {digest}" if data and digest else data),
         ("learning rate", rate),
         ("LoRA rank", params.get("lora_rank")),
-        ("steps", str(num_steps)),
+        ("steps", f"{num_steps} ({num_steps - first} in this run)" if first else str(num_steps)),
         ("tokens", tokens),
         ("time", time),
         ("cost", price),
@@ -211,7 +214,12 @@ def _lineage(run: MlflowRun, records: Records) -> str | None:
     datasets = [entry.dataset for entry in run.inputs.dataset_inputs] if run.inputs else []
     if not datasets or not records.checkpoints:
         return None
-    data = ", ".join(f"{dataset.name} (digest {dataset.digest})" for dataset in datasets)
+    # The digest of data that are no file is that of the first batch.
+    first, of_batch = _first_step(records), run.data.tags.get(DATA_TAG)
+    batch = f" of the batch of step {first}" if first else ""
+    data = ", ".join(
+        f"{dataset.name} (digest{batch if dataset.digest == of_batch else ''} {dataset.digest})" for dataset in datasets
+    )
     newest = records.checkpoints[0]
     checkpoint = f"checkpoint {newest.name} at step {step_of(newest)}"
     return " → ".join(filter(None, [data, checkpoint, run.data.tags.get(VERSION_TAG)]))
@@ -222,6 +230,11 @@ def _origin(records: Records) -> tuple[str, str]:
     parent = records.checkpoints[-1].get("parent", {}) if records.checkpoints else {}
     field = next((name for name in ("resume", "init_from") if name in parent), "")
     return field, f"{parent['run_name']}@{parent['step']}" if "run_name" in parent else parent.get(field, "")
+
+
+def _first_step(records: Records) -> int:
+    """Return the first step of a run; for a fork, the step of the checkpoint that it continues."""
+    return step_of(records.checkpoints[-1]) if _origin(records)[0] else 0
 
 
 def _main_term(history: History) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mlflow.entities import Param, Run, RunData, RunInfo, RunStatus, RunTag
+from mlflow.entities import Dataset, DatasetInput, Param, Run, RunData, RunInfo, RunInputs, RunStatus, RunTag
 from scipy.stats import binomtest, ttest_rel
 
 from blocks.storage import RunDirectory, RunStorage
@@ -52,14 +52,17 @@ def record(directory: RunDirectory, step: int, *, final: bool) -> None:
     directory.append_line("checkpoints.jsonl", json.dumps(line))
 
 
-def summary(directory: RunDirectory, history: History = HISTORY, **tags: str) -> RunSummary:
+def summary(
+    directory: RunDirectory, history: History = HISTORY, datasets: Sequence[Dataset] = (), **tags: str
+) -> RunSummary:
     params = {"model": "tiny", "learning_rate": "0.001", "lr_schedule": "linear", "data.builder": "a:B"}
     data = RunData(
         params=[Param(key, value) for key, value in params.items()],
         tags=[RunTag(key.replace("__", "."), value) for key, value in (tags | {"prefect__flow_name": "sft"}).items()],
     )
     info = RunInfo("id", "1", "user", RunStatus.to_string(RunStatus.FINISHED), 0, 1, "active")
-    return summarize("mine", Run(info, data), directory, history)
+    inputs = RunInputs([DatasetInput(dataset) for dataset in datasets])
+    return summarize("mine", Run(info, data, inputs), directory, history)
 
 
 def test_finished_run(directory: RunDirectory, tmp_path: Path) -> None:
@@ -138,6 +141,31 @@ def test_the_commands_start_from_the_recorded_config(
     assert loaded("Continue with more steps (fork)").model_dump().items() >= update.items()
     update = {"resume": "auto", "init_from": "mine@final", "num_steps": config.num_steps}
     assert loaded("Train on with a new optimizer").model_dump().items() >= update.items()
+
+
+@pytest.mark.parametrize(
+    ("field", "step", "facts"),
+    [
+        ("resume", 8, {"starts from": "a@8", "steps": "24 (16 in this run)", "data": "a:B, batch of step 8 0a1b"}),
+        (
+            "init_from",
+            0,
+            {"starts from": "a@8, with a new optimizer", "steps": "24", "data": "a:B, first batch 0a1b"},
+        ),
+    ],
+)
+def test_the_facts_name_the_origin(field: str, step: int, facts: dict[str, str], directory: RunDirectory) -> None:
+    """The batch that the digest identifies is that of the first step of a fork, which its parent's digest is not."""
+    parent = {field: "a@best", "run_name": "a", "step": 8}
+    line = {"name": "fork", "batch": step, "epoch": 0, "state_path": "tinker://a/weights/8", "parent": parent}
+    with directory:
+        directory.append_line("checkpoints.jsonl", json.dumps(line))
+        record(directory, 24, final=True)
+    datasets = [Dataset("a:B", "0a1b", "code", ""), Dataset("rows.jsonl", "2c3d", "local", "")]
+    shown = dict(summary(directory, datasets=datasets, tinker_flows__first_batch="0a1b").facts)
+    assert shown.items() >= facts.items()
+    batch = "digest of the batch of step 8" if step else "digest"
+    assert shown["lineage"] == f"a:B ({batch} 0a1b), rows.jsonl (digest 2c3d) → checkpoint 000024 at step 24"
 
 
 def test_stopped_run_with_warnings(directory: RunDirectory) -> None:
