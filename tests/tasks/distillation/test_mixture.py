@@ -61,7 +61,12 @@ def test_every_item_appears_once_per_epoch_in_order() -> None:
     mixture = Mixture([wide, narrow], [2.0, 1.0], 3, seed=0)
     assert len(mixture) == 4
     assert [values(mixture, step) for step in range(4)] == [[1, 2, 11], [3, 4, 12], [5, 6, 13], [7, 8, 14]]
-    assert wide.loaded == [0, 1]  # a streaming dataset returns each batch only once
+    assert wide.loaded == [0, 1, 0, 1], "the sizes of the first and the last batch, then each batch once"
+
+
+def test_a_supervised_dataset_may_have_a_short_last_batch() -> None:
+    mixture = Mixture([Numbers([[1, 2, 3], [4]])], [1.0], 3, seed=0)
+    assert [values(mixture, step) for step in range(2)] == [[1, 2, 3], [4]]
 
 
 def test_each_epoch_is_shuffled_and_steps_can_be_read_in_any_order() -> None:
