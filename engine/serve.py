@@ -89,7 +89,10 @@ def _load_models(settings: Settings) -> dict[str, BaseModel]:
     bases = {}
     for name in settings.models:
         path = resolve_model(name, settings.cache)
-        bases[name] = checked_base(load_model(path, settings.device, settings.dtype, name))
+        loaded = load_model(path, settings.device, settings.dtype, name)
+        if loaded.device.index is not None:
+            torch.cuda.set_device(loaded.device)  # this thread captures CUDA graphs on its current device
+        bases[name] = checked_base(loaded)
         if options := bases[name].options_without_layers:
             log.warning(
                 "%s has no linear layers for %s, so adapters leave these parts of the model as they are",
@@ -105,8 +108,6 @@ def _load_models(settings: Settings) -> dict[str, BaseModel]:
                 f"--deterministic is not possible for {name} on this processor, whose matrix products give a row "
                 "different bits in batches of different sizes: omit --deterministic."
             )
-        if bases[name].device.index is not None:
-            torch.cuda.set_device(bases[name].device)  # this thread captures CUDA graphs on its current device
     return bases
 
 
