@@ -17,7 +17,7 @@ from engine.service.settings import Settings
 def test_the_thread_that_loads_a_model_uses_its_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, chosen: list[torch.device]
 ) -> None:
-    """Otherwise, CUDA graphs of a model on another GPU than the first would be empty; its self-test may capture some."""
+    """Otherwise, CUDA graphs of a model on another GPU than the first would be empty, already in its self-test."""
     devices: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     monkeypatch.setattr(serve, "resolve_model", lambda *_: tmp_path)
