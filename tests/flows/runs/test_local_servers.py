@@ -97,11 +97,11 @@ def engines_in(folder: Path) -> list[psutil.Process]:
 
 
 def test_an_invalid_config_ends_the_command_before_its_servers_are_up(tmp_path: Path) -> None:
-    run = run_sft(tmp_path, "http://me:secret@127.0.0.1:1")
+    run = run_sft(tmp_path, "http://me:s3cr3t@127.0.0.1:1")
     assert run.returncode == 1
     (message,) = run.stderr.splitlines()
     assert message.startswith("error: The config is invalid")
-    assert "secret" not in message
+    assert "s3cr3t" not in message
 
 
 def test_a_builder_that_does_not_exist_ends_the_command_before_the_engine_starts(tmp_path: Path) -> None:
