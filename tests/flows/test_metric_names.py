@@ -55,7 +55,7 @@ def test_run_keeps_and_promotes_the_best_checkpoint(fields: dict[str, Any], mlfl
     (*_, noted) = [line for line in lines if "best" in line]
     assert (noted["best_step"], noted["value"]) == max(values.items(), key=lambda item: item[1])
     assert result.not_promoted == ""
-    warning = "The metric blank of the evaluators is nan at step 0: keep_best passes over it; check its evaluator."
+    warning = "blank is nan at step 0: keep_best ignores it; check its evaluator."
     tags = MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data.tags
     assert tags["tinker_flows.warning.not_finite.blank"] == warning
     status = status_of(find_run("named", fields["storage"]))
