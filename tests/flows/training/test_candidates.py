@@ -34,7 +34,7 @@ def fields(folder: Path, run_name: str, mlflow_uri: str, engine_url: str, **chan
     return SftConfig.model_validate(config | changes)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_budget_covers_candidates(tmp_path: Path, engine_url: str, mlflow_uri: str, overlap: bool) -> None:
     """Their tokens and their passes cost most of each step."""
     prices = tmp_path / "prices.json"
