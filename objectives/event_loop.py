@@ -100,7 +100,7 @@ def wait_for(awaitable: Awaitable[T], timeout_s: float | None) -> T:
 
 
 def run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop until it is stopped, even if a coroutine calls `sys.exit`: only who waits for it gets SystemExit."""
+    """Run a loop until it is stopped, even if a coroutine calls `sys.exit`; only its waiter gets the SystemExit."""
     while True:
         try:
             loop.run_forever()

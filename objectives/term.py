@@ -166,8 +166,8 @@ def check_params(term: Term, params: Mapping[str, object]) -> dict[str, object]:
         known = ", ".join(term.params.model_fields) or "none"
         # The first two are the outputs and the batch.
         positional = [*inspect.signature(term.evaluate).parameters][2:]
-        given = next((name for name in positional if name in params and name not in term.params.model_fields), "")
-        fix = f"; write * before {given!r} in the function, as in (outputs, batch, *, {given})" if given else ""
+        first = next((name for name in positional if name in params and name not in term.params.model_fields), "")
+        fix = f"; write * before {first!r} in the function, as in (outputs, batch, *, {first})" if first else ""
         raise ObjectiveError(
             f"The parameters of term {term.name!r} are wrong: {explain(error)} (its parameters: {known}){fix}."
         ) from error

@@ -96,8 +96,8 @@ class Trainer:
         dense = [name for name in sorted(self.adapter.factors) if name.rpartition(".")[2] in _EXPERT_LAYERS]
         if dense and self.base.has_experts and self.base.loaded.model.config.model_type != "qwen2_moe":
             raise RequestError(
-                f"The adapter has {dense[0]}, a dense layer beside experts, and peft would load it into the experts: "
-                "train with train_mlp=False to export it."
+                f"The adapter has weights of the dense layer {dense[0]}, which peft would load into the experts: train "
+                "with train_mlp=False to export it."
             )
         old, new = f"{_PEFT_PREFIX}{HEAD}.", f"{_PEFT_PREFIX}{self.base.head_name}."
         return {

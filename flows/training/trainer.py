@@ -78,7 +78,7 @@ from tasks.common.task import call, opaque_argument
 from tasks.evaluation.evaluators import ConfiguredEvaluator
 from tasks.reports.summary import format_steps
 from tasks.training.batch_source import BatchSource, TrainedBatch
-from tasks.training.candidates import CandidateSampler, most_tokens, prompts_of
+from tasks.training.candidates import CandidateSampler
 from tasks.training.checkpoints import CONTENTS_KEY, PendingCheckpoint, step_of
 from tasks.training.forward_backward import (
     PendingOutput,
@@ -400,13 +400,13 @@ class Trainer:
         _, uncounted = self.source.sampled_for(step)
         if self.candidates:
             self.ledger.add_sampled(self.candidates.take_sampled(step - 1))
-            settings = self.candidates.settings
-            most = most_tokens(prompts_of(batch), settings.num, settings.max_tokens)
             if self._samples_candidates(step):
+                most = self.candidates.most_tokens(batch)
                 num_tokens += (1 + num_passes_after) * (most.num_prefill_tokens + most.num_sample_tokens)
                 uncounted += most
-            if settings.overlap and self._samples_candidates(step + 1):  # before the budget of that step is checked
-                uncounted += most
+            # With overlap, the candidates of the next step are sampled before its budget is checked.
+            if self.candidates.settings.overlap and self._samples_candidates(step + 1):
+                uncounted += self.candidates.most_tokens(batch)
         if not self.ledger.covers(step, num_tokens, uncounted):
             if prepared.reference and not self.source.sampled:
                 prepared.reference.result()  # the reference already scores the batch, which has to be paid for

@@ -273,11 +273,9 @@ def _commands(
     start = f"tinker-flows run {method} --config {config} run_name=NEW{override}"
     field, weights = _origin(records)
     origin = f" {field}={shlex.quote(weights)}" if field else ""
-    # Of these two fields, a config has only one.
-    no_resume, no_init = (
-        (" resume=auto" if field == "resume" else ""),
-        (" init_from=base" if field == "init_from" else ""),
-    )
+    # A config may not set both fields.
+    no_resume = " resume=auto" if field == "resume" else ""
+    no_init = " init_from=base" if field == "init_from" else ""
     without = f"{start}{origin} objective.regularizers.{term}.weight=0 && tinker-flows report {name} NEW{storage}"
     return [
         *([(f"See what {term} did: train without it and compare", without)] if term else []),

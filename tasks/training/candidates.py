@@ -152,6 +152,10 @@ class CandidateSampler:
             keys = [key for key in self._sampled if key is None or step is None or key <= step]
             return sum((self._sampled.pop(key) for key in keys), SampledTokens())
 
+    def most_tokens(self, supervised: Batch) -> SampledTokens:
+        """Count the tokens of the candidates of a batch's prompts, if all have the maximum length."""
+        return most_tokens(prompts_of(supervised), self.settings.num, self.settings.max_tokens)
+
     def take_metrics(self, step: int) -> dict[str, float]:
         """Return and forget the metrics of a step's candidates; empty for a step without candidates."""
         return self._metrics.pop(step, {})

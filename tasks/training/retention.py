@@ -64,11 +64,11 @@ def keep_checkpoints(
             break
         candidates.remove(best[0])  # it has expired
         best = find_best(candidates, values, policy.mode)
-    kept = best[0].state_path if best else recorded
+    best_path = best[0].state_path if best else recorded
     # The records are newest first.
     old = [*own[policy.last :], *records.samplers[policy.last :]] if policy.last else []
     for record in old:
-        if record.final or (record.state_path and record.state_path == kept):
+        if record.final or (record.state_path and record.state_path == best_path):
             continue
         if model_id := record.get(MODEL_ID, None):
             directory.check_writer()

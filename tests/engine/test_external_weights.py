@@ -53,6 +53,6 @@ def test_peft_loads_external_weights(base: BaseModel, config: PreTrainedConfig, 
 
 def test_adapters_that_peft_would_load_into_experts_are_not_exported(base: BaseModel) -> None:
     other = BaseModel(loaded_with(base, Qwen3MoeConfig(**MOE, **DENSE)))
-    with pytest.raises(RequestError, match=r"has model\.layers\.0\.mlp\.down_proj, a dense layer beside experts"):
+    with pytest.raises(RequestError, match=r"of the dense layer model\.layers\.0\.mlp\.down_proj, which peft"):
         Trainer(other, LoraSpec(4, 1), 1024).external_weights()
     assert Trainer(other, LoraSpec(4, 1, train_mlp=False), 1024).external_weights()

@@ -116,14 +116,8 @@ class RewardedGroup(EnvGroupBuilder):
             penalties = map(strategy.overlong.reward, result.trajectories)
             pairs = zip(self._rewards, penalties, strict=True)
             self._rewards = [(reward + penalty, {**metrics, OVERLONG: penalty}) for (reward, metrics), penalty in pairs]
-        rewards, metrics = zip(*self._rewards, strict=True)
-        totals = TrajectoryGroup(result.trajectories, list(rewards), []).get_total_rewards()
-        for member, (trajectory, own) in enumerate(zip(result.trajectories, metrics, strict=True)):
-            reported = [own, *(turn.metrics for turn in trajectory.transitions)]
-            named = {name: values[name] for values in reported for name in strategy.rewards if name in values}
-            for name, value in {"": totals[member], **named}.items():
-                if not math.isfinite(value):
-                    raise ValueError(f"the reward{name and f' {name!r}'} of member {member} is {value}")
+        for member, (trajectory, (reward, metrics)) in enumerate(zip(result.trajectories, self._rewards, strict=True)):
+            _check_rewards(member, trajectory, reward, metrics, strategy.rewards)
         self._trajectories = result.trajectories
         self.text_labels_G = tuple(dict(getattr(env, "text_labels", {})) for env in result.envs)
         return [RolloutError("UnparsedVerdict", reply) for reply in record.unparsed]
@@ -151,6 +145,17 @@ class RewardedGroup(EnvGroupBuilder):
 
     def logging_tags(self) -> list[str]:
         return self.builder.logging_tags()
+
+
+def _check_rewards(member: int, trajectory: Trajectory, reward: float, metrics: Metrics, names: Sequence[str]) -> None:
+    """Raise a ValueError if the final reward of a member, the reward of a turn or a named reward is not finite."""
+    values = [("reward", reward)]
+    values += [("reward", turn.reward) for turn in trajectory.transitions]
+    for reported in (metrics, *(turn.metrics for turn in trajectory.transitions)):
+        values += [(f"reward {name!r}", reported[name]) for name in names if name in reported]
+    for what, value in values:
+        if not math.isfinite(value):
+            raise ValueError(f"the {what} of member {member} is {value}")
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Broken(Exception):
 
 @dataclass
 class Guess(Env):
-    """Environment of two turns; its fate is `ends`, `fails`, `hangs`, `exits` or `cancels`."""
+    """Environment of two turns; its fate is `ends`, `unclear` (NaN metric), `fails`, `hangs`, `exits` or `cancels`."""
 
     fate: str
     reward: float
@@ -64,7 +64,8 @@ class Guess(Env):
             await asyncio.sleep(60)
         self.turns += 1
         following = types.ModelInput.from_ints([*PROMPT.to_ints(), *action, 9])
-        return StepResult(self.reward, self.turns == 2, following, [])
+        metrics: Metrics = {"turn": math.nan if self.fate == "unclear" and self.turns == 1 else 1.0}
+        return StepResult(self.reward, self.turns == 2, following, [], metrics)
 
 
 @dataclass
@@ -229,6 +230,8 @@ def test_a_reward_that_is_not_finite_is_a_failure_of_its_group(sampler: tinker.S
     graded = Guesses([["ends"] * 3], metrics={"style": math.inf, "unused": math.nan})
     group = roll_out(sampler, graded, max_retries=0, rewards=("style", "rare"))
     assert [error.error_message for error in group.errors] == ["the reward 'style' of member 0 is inf"]
+    group = roll_out(sampler, Guesses([["ends", "unclear", "ends"]]), max_retries=0, rewards=("turn",))
+    assert [error.error_message for error in group.errors] == ["the reward 'turn' of member 1 is nan"]
 
 
 def test_group_with_a_failure_is_retried_with_fresh_environments(sampler: tinker.SamplingClient) -> None:
