@@ -1,8 +1,8 @@
-"""Plan of a run: the tokens and passes of its steps, and what the run says before it trains."""
+"""Plan of a run: the tokens that its steps are expected to take, and what the run says before it trains."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -14,10 +14,16 @@ from blocks.terminal import print_notice
 from flows.config.loader import field_values
 from flows.config.train import TrainConfig
 from flows.runs.pace import Pace, find_pace
+from flows.training.budget import Ledger
+from flows.training.evaluation import Evaluation
+from flows.training.schedule import Schedule
+from objectives.batch import Batch
 from objectives.config.spec import RegularizerSpec
 from objectives.objective import Objective
 from objectives.term_weights.targets import TargetSpec
 from tasks.reports.summary import format_hours
+from tasks.training.batch_source import BatchSource, SampledTokens
+from tasks.training.candidates import CandidateSampler
 from tasks.training.tracking.metrics import MetricsLog
 
 
@@ -102,6 +108,92 @@ class PlannedTokens(NamedTuple):
     num_evaluations: int = 0
     besides: str = ""
     basis: str = ""
+
+
+class ExpectedTokens:
+    """Tokens that the steps of a run are expected to take, for its plan and its budget."""
+
+    def __init__(  # noqa: PLR0913 - the parts of a run that take tokens
+        self,
+        config: TrainConfig,
+        schedule: Schedule,
+        source: BatchSource,
+        objective: Objective,
+        evaluation: Evaluation,
+        candidates: CandidateSampler | None,
+        *,
+        has_reference: bool,
+    ) -> None:
+        self._config, self._schedule, self._source, self._objective = config, schedule, source, objective
+        self._evaluation, self._candidates, self._has_reference = evaluation, candidates, has_reference
+
+    def samples_candidates(self, step: int) -> bool:
+        """Return whether candidates are sampled for a step: they are due, and so is a term that needs them."""
+        is_due = step < self._schedule.num_steps and self._candidates is not None and self._candidates.is_due(step)
+        return is_due and bool(self._objective.due(step, on_candidates=True))
+
+    def of_rollouts(self, step: int, last: Iterable[Batch]) -> tuple[int, SampledTokens]:
+        """Return the tokens of a step whose rollouts have not started; see `of_step`.
+
+        Args:
+            last: batches of the step before it; the rollouts are expected to have as many tokens.
+        """
+        num_tokens = sum(batch.num_tokens for batch in last)
+        expected, uncharged = self._source.sampled_for(step - 1)
+        return (2 + self._objective.measures_effects(step)) * num_tokens, uncharged + expected
+
+    def of_step(
+        self, step: int, batch: Batch, num_minibatches: int, *, needs_logprobs: bool
+    ) -> tuple[int, SampledTokens]:
+        """Return the tokens of a step's passes, and the sampled tokens that the budget does not include yet.
+
+        The passes include the evaluation before the step and the pass that checks its update.
+
+        Args:
+            batch: first minibatch; the others are assumed to be as long.
+            needs_logprobs: whether the update needs a forward pass before it.
+        """
+        num_passes_after = 1 + self._objective.measures_effects(step)
+        num_tokens = ((2 if needs_logprobs else 1) + num_passes_after) * batch.num_tokens * num_minibatches
+        num_tokens += self._evaluation.num_tokens(step)
+        num_tokens += self._evaluation.num_tokens(step + 1) if step + 1 == self._schedule.num_steps else 0
+        _, uncharged = self._source.sampled_for(step)
+        if self._candidates and self.samples_candidates(step):
+            most = self._candidates.most_tokens(batch)
+            num_tokens += (1 + num_passes_after) * (most.num_prefill_tokens + most.num_sample_tokens)
+            uncharged += most
+        # With overlap, the candidates of the next step are sampled before its budget is checked.
+        if self._candidates and self._candidates.settings.overlap and self.samples_candidates(step + 1):
+            uncharged += self._candidates.most_tokens(batch)
+        return num_tokens, uncharged
+
+    def of_run(
+        self, steps: range, first: int, trained: int, skipped: Collection[int], ledger: Ledger, *, in_one_pass: bool
+    ) -> PlannedTokens:
+        """Return the tokens of the remaining steps; those of uncounted batches are extrapolated.
+
+        Args:
+            first: tokens of the batches of the first of these steps.
+            trained: tokens of the batches that the run has trained on; for a fork, without those of its parent.
+            skipped: steps that the guard skips.
+            in_one_pass: whether the service computes the first step's objective in one pass, and so that of the others.
+        """
+        remaining = [step for step in steps if step not in skipped]
+        num_before = sum(step not in skipped for step in range(self._schedule.first, steps.start))
+        tokens, basis = extrapolate_tokens(remaining, self._source.token_counts(), first, (trained, num_before))
+        passes = {step: num_passes(self._objective, step, self._config.guards.needs_forward_pass) for step in remaining}
+        if remaining and passes[remaining[0]] == 2 and in_one_pass:
+            passes = dict.fromkeys(remaining, 1)
+        held_out = sum(self._evaluation.num_tokens(step) for step in range(steps.start, steps.stop + 1))
+        in_passes = held_out + num_pass_tokens(self._objective, tokens, passes)
+        has_candidates = bool(self._candidates) and any(term.on_candidates for term in self._objective.regularizers)
+        samples = self._source.sampled or has_candidates or self._evaluation.samples
+        besides = name_unplanned(
+            self._config, has_candidates=has_candidates, samples=samples, has_reference=self._has_reference
+        )
+        evaluations = sum(step >= steps.start for step in self._schedule.evaluations())
+        usd = ledger.training_usd(in_passes)
+        return PlannedTokens(sum(tokens.values()), in_passes, usd, evaluations, besides, basis)
 
 
 def announce_plan(

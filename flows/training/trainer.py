@@ -43,14 +43,7 @@ from flows.training.budget import RunLedger
 from flows.training.evaluation import Evaluation
 from flows.training.granularity import run_segment, run_step
 from flows.training.guards import Guard
-from flows.training.plan import (
-    PlannedTokens,
-    announce_plan,
-    extrapolate_tokens,
-    name_unplanned,
-    num_pass_tokens,
-    num_passes,
-)
+from flows.training.plan import ExpectedTokens, announce_plan, num_passes
 from flows.training.preflight import (
     announce_first_batch,
     check_passes,
@@ -108,6 +101,7 @@ class Trainer:
         watch: warns of what the metrics of a step show.
         ledger: counts tokens, time and cost against the budget.
         evaluation: evaluates the weights before the steps at which an evaluation is due.
+        expected_tokens: says which tokens the coming steps are expected to take.
         checkpoints: saves and records checkpoints.
         contents: digests of the content that the run depends on.
         cadence: says when a periodic checkpoint is due.
@@ -164,6 +158,9 @@ class Trainer:
         self.evaluation = Evaluation(
             run, config, schedule, evaluators, objective, reference, candidates, self.executor, self.guard, self.ledger
         )
+        self.expected_tokens = ExpectedTokens(
+            config, schedule, source, objective, self.evaluation, candidates, has_reference=reference is not None
+        )
 
         self.prepared: Sequence[PreparedBatch] | None = None
         self.forward: PendingOutput | None = None
@@ -211,7 +208,10 @@ class Trainer:
         if self.prepared:
             steps, is_new = range(first, num_steps), first == self.schedule.first
             batch = self.prepared[0].batch.result()
-            planned = self._planned_tokens(steps, batch.num_tokens * len(self.prepared))
+            num_tokens, trained = batch.num_tokens * len(self.prepared), self.cadence.num_tokens
+            planned = self.expected_tokens.of_run(
+                steps, num_tokens, trained, self.guard.skipped_steps, self.ledger, in_one_pass=not self.forward
+            )
             announce_plan(self.run.log, self.config, steps, planned, evaluates=self.evaluation.has_evaluators)
             if is_new:
                 digests, is_sampled = self.contents.digests.get("data", {}), self.source.sampled
@@ -220,32 +220,6 @@ class Trainer:
                 register_prompts(self.run.log, self.config, self.run.client.get_tokenizer())
         if self.ledger.stopped and self.start is None:
             raise ConfigError(self.ledger.stopped)
-
-    def _planned_tokens(self, steps: range, num_tokens: int) -> PlannedTokens:
-        """Return the tokens of the remaining steps; those of uncounted batches are extrapolated.
-
-        Args:
-            num_tokens: tokens of the first of these steps.
-        """
-        skipped = self.guard.skipped_steps
-        trained = [step for step in steps if step not in skipped]
-        num_before = sum(step not in skipped for step in range(self.schedule.first, steps.start))
-        before = (self.cadence.num_tokens, num_before)  # a fork counts its own steps, not those of its parent
-        tokens, basis = extrapolate_tokens(trained, self.source.token_counts(), num_tokens, before)
-        held_out = sum(self.evaluation.num_tokens(step) for step in range(steps.start, steps.stop + 1))
-        passes = {step: num_passes(self.objective, step, self.config.guards.needs_forward_pass) for step in trained}
-        if trained and passes[trained[0]] == 2 and not self.forward:  # the service computes the objective in one pass
-            passes = dict.fromkeys(trained, 1)
-        in_passes = held_out + num_pass_tokens(self.objective, tokens, passes)
-        has_candidates = bool(self.candidates) and any(term.on_candidates for term in self.objective.regularizers)
-        samples = self.source.sampled or has_candidates or self.evaluation.samples
-        has_reference = self.reference is not None
-        besides = name_unplanned(
-            self.config, has_candidates=has_candidates, samples=samples, has_reference=has_reference
-        )
-        evaluations = sum(step >= steps.start for step in self.schedule.evaluations())
-        usd = self.ledger.training_usd(in_passes)
-        return PlannedTokens(sum(tokens.values()), in_passes, usd, evaluations, besides, basis)
 
     def _run_steps(self, first: int, num_steps: int) -> CheckpointRecord | None:
         """Run the steps from the first one on; return the record of the last checkpoint."""
@@ -358,11 +332,8 @@ class Trainer:
         self.prepared = None
         if step == self.schedule.num_steps or stop.requested:
             return
-        num_tokens = sum(minibatch.batch.result().num_tokens for minibatch in last)
-        # The rollouts of this step are expected to have as many tokens as those of the last one.
-        expected, uncharged = self.source.sampled_for(step - 1)
-        num_passes_after = 1 + self.objective.measures_effects(step)
-        if self.ledger.covers(step, (1 + num_passes_after) * num_tokens, uncharged + expected):
+        batches = [minibatch.batch.result() for minibatch in last]
+        if self.ledger.covers(step, *self.expected_tokens.of_rollouts(step, batches)):
             self._prepare(step)
 
     def _prepare_candidates(self, step: int) -> None:
@@ -370,17 +341,13 @@ class Trainer:
 
         The candidates are one more minibatch of the step's update. Only the terms that need them are evaluated on it.
         """
-        if not (self.candidates and self.prepared and self._samples_candidates(step)):
+        if not (self.candidates and self.prepared and self.expected_tokens.samples_candidates(step)):
             return
         at = StepPosition(step, self.schedule.num_steps, 1 / self.source.num_minibatches, on_candidates=True)
         prompts = self.prepared[0].batch
         batch = self.candidates.start(step, prompts, self.run.client)
         candidates = prepare_batch(batch, self.objective, None, self.executor, at, passes=2)
         self.prepared = [*self.prepared, replace(candidates, prompts=prompts)]
-
-    def _samples_candidates(self, step: int) -> bool:
-        is_due = step < self.schedule.num_steps and self.candidates is not None and self.candidates.is_due(step)
-        return is_due and bool(self.objective.due(step, on_candidates=True))
 
     def _request_forward(self, step: int) -> None:
         """Enqueue the forward pass of the prepared step, if it needs one, unless the budget ends the run before it."""
@@ -391,23 +358,11 @@ class Trainer:
         with self.times.waiting_for("batch"):
             batch = prepared.batch.result()
         needs_logprobs = self.step_objective.needs_logprobs(prepared)
-        # Includes the pass that checks the last update. The other minibatches are assumed to be as long as the first.
         num_minibatches = sum(not minibatch.is_candidates for minibatch in self.prepared)
-        num_passes_after = 1 + self.objective.measures_effects(step)
-        num_tokens = ((2 if needs_logprobs else 1) + num_passes_after) * batch.num_tokens * num_minibatches
-        num_tokens += self.evaluation.num_tokens(step)
-        num_tokens += self.evaluation.num_tokens(step + 1) if step + 1 == self.schedule.num_steps else 0
-        _, uncounted = self.source.sampled_for(step)
         if self.candidates:
             self.ledger.add_sampled(self.candidates.take_sampled(step - 1))
-            if self._samples_candidates(step):
-                most = self.candidates.most_tokens(batch)
-                num_tokens += (1 + num_passes_after) * (most.num_prefill_tokens + most.num_sample_tokens)
-                uncounted += most
-            # With overlap, the candidates of the next step are sampled before its budget is checked.
-            if self.candidates.settings.overlap and self._samples_candidates(step + 1):
-                uncounted += self.candidates.most_tokens(batch)
-        if not self.ledger.covers(step, num_tokens, uncounted):
+        expected = self.expected_tokens.of_step(step, batch, num_minibatches, needs_logprobs=needs_logprobs)
+        if not self.ledger.covers(step, *expected):
             if prepared.reference and not self.source.sampled:
                 prepared.reference.result()  # the reference already scores the batch, which has to be paid for
                 self.ledger.charge_reference(step)

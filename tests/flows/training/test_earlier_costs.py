@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from flows.config.train import BudgetConfig
 from flows.runs.prices import FREE
 from flows.training.budget import Ledger, cost_before_restart
-from flows.training.trainer import Trainer
+from flows.training.plan import ExpectedTokens, PlannedTokens
 from objectives.objective import Objective
 from tasks.reports.summary import describe_cost
 from tasks.training.batch_source import SampledTokens
 
 
-def planned(first: int, start: int, num_tokens: int, skipped: set[int]) -> Any:
+def planned(first: int, start: int, num_tokens: int, skipped: set[int]) -> PlannedTokens:
     """Plan the steps from `start` to 10 of a resumed run whose first batch has 7 tokens."""
-    trainer = SimpleNamespace(
-        guard=SimpleNamespace(skipped_steps=skipped),
-        source=SimpleNamespace(token_counts=dict, sampled=False),
-        schedule=SimpleNamespace(first=first, evaluations=dict),
-        cadence=SimpleNamespace(num_tokens=num_tokens),
-        evaluation=SimpleNamespace(num_tokens=lambda step: 0, samples=False),
-        objective=Objective("cross_entropy"),
-        config=SimpleNamespace(guards=SimpleNamespace(needs_forward_pass=False), model_dump=lambda include: {}),
-        ledger=Ledger(BudgetConfig(), FREE, {}),
-        forward=None,
-        candidates=None,
-        reference=None,
-    )
-    return Trainer._planned_tokens(cast("Any", trainer), range(start, 10), 7)
+    config: Any = SimpleNamespace(guards=SimpleNamespace(needs_forward_pass=False), model_dump=lambda include: {})
+    schedule: Any = SimpleNamespace(first=first, evaluations=dict)
+    source: Any = SimpleNamespace(token_counts=dict, sampled=False)
+    evaluation: Any = SimpleNamespace(num_tokens=lambda step: 0, samples=False)
+    objective, ledger = Objective("cross_entropy"), Ledger(BudgetConfig(), FREE, {})
+    expected = ExpectedTokens(config, schedule, source, objective, evaluation, None, has_reference=False)
+    return expected.of_run(range(start, 10), 7, num_tokens, skipped, ledger, in_one_pass=True)
 
 
 @pytest.mark.parametrize(
