@@ -94,15 +94,14 @@ class RecordedConfig:
         """Parse a config.json.
 
         Raises:
-            ConfigError: The content is no JSON object, or a later release wrote it.
+            ConfigError: The content is no JSON object with a numeric version, or a later release wrote it.
         """
         try:
             fields = json.loads(content)
         except ValueError:
             fields = None
-        if not isinstance(fields, dict):
+        if not isinstance(fields, dict) or not isinstance(version := fields.pop(FORMAT_KEY, 1), int):
             raise ConfigError(f"{location}/{CONFIG} is not the config of a run: restore it to resume the run.")
-        version = fields.pop(FORMAT_KEY, 1)
         if version > FORMAT_VERSION:
             raise ConfigError(
                 f"{location}/{CONFIG} has format version {version}, but this release supports up to {FORMAT_VERSION}: "

@@ -29,7 +29,7 @@ def test_the_error_names_the_problem_and_the_checkpoints(tmp_path: Path, name: s
         find_checkpoint(name, storage)
 
 
-@pytest.mark.parametrize("content", [b'{"run_na', b"[]"])
+@pytest.mark.parametrize("content", [b'{"run_na', b"[]", b'{"format_version": "four"}'])
 def test_a_damaged_config_is_named(tmp_path: Path, content: bytes) -> None:
     directory = RunStorage(url=str(tmp_path)).run_directory("bad")
     directory.append_line("checkpoints.jsonl", json.dumps({"name": "2", "batch": 2, "state_path": "tinker://a"}))
