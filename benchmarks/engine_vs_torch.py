@@ -2,12 +2,15 @@
 
 Both train a LoRA adapter of rank 8 on the same sequences and model, with weights of the same dtype and with the same
 number of threads. The peer pads all sequences to the longest, the engine within micro-batches of similar length. Our
-step goes through the SDK, HTTP and the engine process; the peer is a loop as written in a notebook.
+step goes through the SDK, HTTP and the engine process; the peer is a loop as written in a notebook. Of two rows with
+the tiny model, one waits for each step, as the peer does, and one sends the next step first, as `Trainer` does where
+no term needs a forward pass, and as tinker-cookbook's loops do.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
@@ -31,7 +34,7 @@ RAGGED = [16, 24, 32, 48, 64, 96, 160, 320]  # mean 95
 TOLERANCES: dict[DtypeName, float] = {"float32": 1e-4, "bfloat16": 2e-2}  # of the initial loss, relative
 ADAM = tinker.AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8)
 
-Step = Callable[[], float]
+Steps = Callable[[int], float]  # run a number of steps; return the last loss
 
 
 def measure(
@@ -42,20 +45,32 @@ def measure(
     device: str = "cpu",
     dtype: DtypeName = "float32",
 ) -> list[Row]:
-    """Return a row for the tiny model and two for SmolLM2, whose repetitions are single steps.
+    """Return two rows for the tiny model and two for SmolLM2, whose repetitions are single steps.
 
     The second SmolLM2 row has a batch of mixed lengths, which the peer pads to the longest and the engine sorts. On a
     GPU a third one has a batch of 8,192 tokens.
     """
     shapes = [[128] * 8, RAGGED, *([[128] * 64] if device != "cpu" else [])]
     with scratch_home():
-        rows = [_measure("tiny", [128] * 16, repetitions, steps, device, dtype)]
+        rows = [
+            _measure("tiny", [128] * 16, repetitions, steps, device, dtype, sends_ahead=sends_ahead)
+            for sends_ahead in (False, True)
+        ]
         if with_smollm:
             rows += [_measure("smollm2-135m", lengths, min(repetitions, 3), 1, device, dtype) for lengths in shapes]
     return rows
 
 
-def _measure(model: str, lengths: Sequence[int], repetitions: int, steps: int, device: str, dtype: DtypeName) -> Row:
+def _measure(  # noqa: PLR0913
+    model: str,
+    lengths: Sequence[int],
+    repetitions: int,
+    steps: int,
+    device: str,
+    dtype: DtypeName,
+    *,
+    sends_ahead: bool = False,
+) -> Row:
     path = resolve_model(model, home() / "cache")
     tokenizer = AutoTokenizer.from_pretrained(path)
     batch = [datum for length in lengths for datum in solutions(tokenizer, num_datums=1, num_tokens=length)]
@@ -68,10 +83,10 @@ def _measure(model: str, lengths: Sequence[int], repetitions: int, steps: int, d
             service.get_client() as session,
         ):
             client = session.create_lora_training_client(model, rank=RANK, seed=0).result()
-            sides = (_sdk_step(client, batch), _torch_step(str(path), batch, device, dtype))
-            first, expected = (step() for step in sides)
-            for step in sides:
-                step()  # the warm-up: on a GPU, the second pass of a shape becomes a CUDA graph
+            sides = (_sdk_steps(client, batch, sends_ahead=sends_ahead), _torch_steps(str(path), batch, device, dtype))
+            first, expected = (run(1) for run in sides)
+            for run in sides:
+                run(1)  # the warm-up: on a GPU, the second pass of a shape becomes a CUDA graph
             if not math.isclose(first, expected, rel_tol=TOLERANCES[dtype]):
                 raise RuntimeError(f"The first loss of {model} is {first} here but {expected} in plain torch.")
             ours, peer = [], []
@@ -87,7 +102,8 @@ def _measure(model: str, lengths: Sequence[int], repetitions: int, steps: int, d
     )
     ours, peer = ([sum(lengths) / (ms / 1000) for ms in side] for side in (ours, peer))
     return Row(
-        f"engine_vs_torch: forward_backward + optim_step, {model}, {shape} tokens{on_device(device, dtype)}",
+        f"engine_vs_torch: forward_backward + optim_step, {model}, {shape} tokens{on_device(device, dtype)}"
+        f"{', sent one step ahead' if sends_ahead else ''}",
         "tokens/s",
         ours,
         peer,
@@ -96,26 +112,32 @@ def _measure(model: str, lengths: Sequence[int], repetitions: int, steps: int, d
     )
 
 
-def _time(step: Step, steps: int) -> float:
+def _time(run: Steps, steps: int) -> float:
     """Return the milliseconds per step."""
     started = perf_counter()
-    for _ in range(steps):
-        step()
+    run(steps)
     return 1000 * (perf_counter() - started) / steps
 
 
-def _sdk_step(client: tinker.TrainingClient, batch: list[tinker.Datum]) -> Step:
-    def step() -> float:
-        output = client.forward_backward(batch, "cross_entropy")
-        updated = client.optim_step(ADAM)
-        loss = output.result().metrics["loss:sum"]
-        updated.result()
-        return loss
+def _sdk_steps(client: tinker.TrainingClient, batch: list[tinker.Datum], *, sends_ahead: bool) -> Steps:
+    def run(steps: int) -> float:
+        loss, unread = 0.0, deque[Any]()
+        for _ in range(steps):
+            unread.append((client.forward_backward(batch, "cross_entropy"), client.optim_step(ADAM)))
+            if len(unread) > sends_ahead:
+                loss = _read(*unread.popleft())
+        return _read(*unread.popleft()) if unread else loss
 
-    return step
+    return run
 
 
-def _torch_step(path: str, batch: Sequence[tinker.Datum], device: str, dtype: DtypeName) -> Step:
+def _read(output: tinker.APIFuture[tinker.ForwardBackwardOutput], updated: tinker.APIFuture[Any]) -> float:
+    loss = output.result().metrics["loss:sum"]
+    updated.result()
+    return loss
+
+
+def _torch_steps(path: str, batch: Sequence[tinker.Datum], device: str, dtype: DtypeName) -> Steps:
     base: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     model = get_peft_model(base.to(device), LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=LAYERS))
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -138,4 +160,7 @@ def _torch_step(path: str, batch: Sequence[tinker.Datum], device: str, dtype: Dt
         adam.zero_grad(set_to_none=True)
         return loss.item()
 
-    return step
+    def run(steps: int) -> float:
+        return [step() for _ in range(steps)][-1]
+
+    return run
