@@ -16,7 +16,7 @@ class Gradients:
     Attributes:
         names: the terms, including the base loss.
         weighted_norms: norm of each weighted gradient, never negative.
-        cosines: cosine of each pair of gradients.
+        cosines: cosine of each pair of weighted gradients; a negative weight turns its gradient around.
     """
 
     names: Sequence[str]

@@ -515,8 +515,16 @@ def _gradients_at(points: Mapping[str, Mapping[int, float]], names: Sequence[str
     def value(key: str) -> float | None:
         return points.get(key, {}).get(step)
 
+    def sign(name: str) -> float:
+        weight = value(f"term/{name}/weight_balanced")
+        weight = value(f"term/{name}/weight") if weight is None else weight
+        return 1.0 if weight is None else math.copysign(1.0, weight)
+
     def cosine(a: str, b: str) -> float:
-        return 1.0 if a == b else value(cosine_key(a, b)) or value(cosine_key(b, a)) or 0.0
+        """Return the cosine of the weighted gradients; the metrics compare gradients without their weights."""
+        if a == b:
+            return 1.0
+        return sign(a) * sign(b) * (value(cosine_key(a, b)) or value(cosine_key(b, a)) or 0.0)
 
     return Gradients(
         names, [value(_norm_key(name)) or 0.0 for name in names], [[cosine(a, b) for b in names] for a in names]

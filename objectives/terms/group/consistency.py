@@ -32,7 +32,8 @@ def consistency(
     - ``mse``: ``(a - b)^2``; ``l1``: ``|a - b|``, nats;
     - ``kl``: half of Jeffreys' divergence between the events "this token" and "any other token",
       ``(p - q) (logit p - logit q) / 2``, nats; a lower bound of the divergence over the vocabulary;
-    - ``cosine``: ``1 - a.b / (|a| |b|)`` over the whole completion, which compares profiles and ignores scale.
+    - ``cosine``: ``1 - a.b / (|a| |b|)`` over the whole completion, which compares profiles and ignores scale; 1 if all
+      logprobs of one of them are 0.
 
     ``mean`` is the squared difference of the mean logprobs; it allows completions of different lengths.
 
@@ -58,7 +59,7 @@ def consistency(
     if measure == "mean":
         return (difference_P**2).mean(), metrics
     a_PT, b_PT, lengths_P = _aligned(outputs.logprobs_DT, batch, pairs, label, measure)
-    return _distance(a_PT, b_PT, lengths_P, measure).mean(), metrics
+    return _distance(a_PT, b_PT, lengths_P, measure).mean().to(means_D.dtype), metrics
 
 
 def _aligned(
@@ -82,9 +83,10 @@ def _aligned(
 
 def _distance(a_PT: Tensor, b_PT: Tensor, lengths_P: Tensor, measure: Measure) -> Tensor:
     if measure == "cosine":
-        products = (_sum(x * y, lengths_P) for x, y in ((a_PT, b_PT), (a_PT, a_PT), (b_PT, b_PT)))
-        dot_P, square_a_P, square_b_P = products
-        return 1 - dot_P / (square_a_P * square_b_P).clamp(min=1e-12).sqrt()
+        # float64, because the products of logprobs near 0 are small.
+        a_PT, b_PT = a_PT.double(), b_PT.double()
+        dot_P, square_a_P, square_b_P = (_sum(x * y, lengths_P) for x, y in ((a_PT, b_PT), (a_PT, a_PT), (b_PT, b_PT)))
+        return 1 - dot_P / (_positive(square_a_P).sqrt() * _positive(square_b_P).sqrt())
     difference_PT = a_PT - b_PT
     if measure == "mse":
         distance_PT = difference_PT**2
@@ -97,6 +99,11 @@ def _distance(a_PT: Tensor, b_PT: Tensor, lengths_P: Tensor, measure: Measure) -
 
 def _sum(values_PT: Tensor, lengths_P: Tensor) -> Tensor:
     return torch.segment_reduce(values_PT, "sum", lengths=lengths_P, axis=0)
+
+
+def _positive(squares_P: Tensor) -> Tensor:
+    """Return squared norms, with 1 instead of 0, for which a quotient would have no gradient."""
+    return squares_P.where(squares_P > 0, 1.0)
 
 
 def _logit(logprobs: Tensor) -> Tensor:

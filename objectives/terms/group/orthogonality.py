@@ -10,9 +10,6 @@ from objectives.errors import ObjectiveError
 from objectives.reductions import check_single_target, trained_datums
 from objectives.term import regularizer
 
-# Lower bound of the squared norm of a sequence whose probabilities underflow to 0.
-_MIN_SQUARE = 1e-12
-
 
 @regularizer("orthogonality", reduction="none")
 def orthogonality(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]]:
@@ -46,7 +43,8 @@ def orthogonality(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, flo
     probabilities_T = outputs.logprobs_DT[trained_DT].double().exp()
     vectors_DV = torch.zeros(len(datums), len(tokens), dtype=torch.float64)
     vectors_DV = vectors_DV.index_put((row_T, column_T), probabilities_T, accumulate=True)
-    squares_D = vectors_DV.square().sum(-1).clamp(min=_MIN_SQUARE)
+    squares_D = vectors_DV.square().sum(-1)
+    squares_D = squares_D.where(squares_D > 0, 1.0)  # a sequence whose probabilities underflow keeps the vector 0
     vectors_DV = vectors_DV / squares_D.sqrt()[:, None]
     first, second = torch.triu_indices(len(datums), len(datums), offset=1)
     cosines_P = (vectors_DV @ vectors_DV.T)[first, second]

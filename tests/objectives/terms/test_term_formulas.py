@@ -215,6 +215,27 @@ def test_consistency_of_pairs(measure, case):
     assert metrics["gap"] == pytest.approx(fmean(abs(fmean(rows[a]) - fmean(rows[b])) for a, b in places))
 
 
+@pytest.mark.parametrize("scale", [1.0, 2e-4, 1e-5])
+def test_the_cosine_of_confident_completions(scale):
+    """Logprobs of one profile have distance 0, however close to 0 they are; other ones compare with torch's cosine."""
+    batch, _ = make_batch([3, 3])
+    batch = replace(batch, labels_D={"pair": torch.tensor([0, 0])})
+    term = bind("consistency", params={"measure": "cosine"})
+    profile = -scale * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    same = evaluate(term, Outputs(torch.cat([profile, 2 * profile])), batch)
+    assert same.value == pytest.approx(0, abs=1e-9)
+    assert (scale * same.gradient_DT).abs().max() < 1e-9
+    logprobs_DT = torch.cat([profile, profile.flip(0)]).requires_grad_()
+    other = evaluate(term, Outputs(logprobs_DT.detach()), batch)
+    distance = 1 - torch.nn.functional.cosine_similarity(logprobs_DT[:3], logprobs_DT[3:], dim=0, eps=1e-30)
+    distance.backward()
+    assert other.value == pytest.approx(distance.item())
+    assert other.gradient_DT.tolist() == pytest.approx(logprobs_DT.grad.tolist())
+    certain = evaluate(term, Outputs(torch.cat([profile, torch.zeros(3, dtype=torch.float64)])), batch)
+    assert certain.value == 1.0
+    assert certain.gradient_DT.isfinite().all()
+
+
 @given(ragged_pairs(), st.floats(0, 4))
 def test_margin_of_pairs(case, target):
     batch, outputs, places = case
@@ -297,6 +318,13 @@ def test_orthogonality_of_sequences(case):
     value, metrics = bind("orthogonality").term(outputs, batch)
     assert value.item() == pytest.approx(fmean(value_**2 for value_ in cosines), abs=1e-9)
     assert metrics == pytest.approx({"cosine_mean": fmean(cosines), "cosine_max": max(cosines)}, abs=1e-9)
+
+
+@pytest.mark.parametrize("logprob", [-1.0, -16.0, -100.0])
+def test_equal_sequences_are_parallel_at_any_probability(logprob):
+    batch, _ = make_batch([2, 2])
+    batch = replace(batch, target_tokens_DT=torch.tensor([1, 2, 1, 2]))
+    assert evaluate(bind("orthogonality"), Outputs(torch.full((4,), logprob)), batch).value == pytest.approx(1)
 
 
 def test_orthogonality_needs_two_sequences():

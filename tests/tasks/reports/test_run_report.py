@@ -18,6 +18,7 @@ from selenium.webdriver.remote.webdriver import WebDriver
 from blocks.storage import RunStorage
 from objectives.term_weights.targets import TargetSpec
 from tasks.reports.run_report import (
+    FACTORS,
     SENSITIVITY_COLUMNS,
     SENSITIVITY_NOTE,
     WINDOW,
@@ -168,6 +169,22 @@ def test_sensitivity_of_two_orthogonal_gradients() -> None:
         "+0.287",
         "x3 (x3 to x3)",
     )
+
+
+@pytest.mark.parametrize("key", ["weight", "weight_balanced"])
+def test_sensitivity_to_a_negative_weight(key: str) -> None:
+    """The base gradient (1, 1) and the weighted one (0, -1) add up to (1, 0), and with twice the weight (1, -1)."""
+    history = {
+        "term/base/grad_norm_weighted": [(0, math.sqrt(2))],
+        "term/a/grad_norm_weighted": [(0, 1.0)],
+        "term/a/cosine_to_base": [(0, math.sqrt(0.5))],
+        "term/a/weight": [(0, 1.0)],
+        f"term/a/{key}": [(0, -1.0)],
+    }
+    (row,) = sensitivity_cells(history, ("base", "a"))
+    for factor, text in zip(FACTORS, row[4:7], strict=True):
+        total = (1.0, 1.0 - factor)
+        assert float(text) == pytest.approx(sum(total) / math.sqrt(2) / math.hypot(*total), abs=5e-4)
 
 
 def test_sensitivity_is_the_median_over_the_last_steps() -> None:
