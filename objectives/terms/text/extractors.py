@@ -19,20 +19,29 @@ Extractor = Callable[[str], object]
 # Maximum number of values that `read_assignments` reads from a text; models can repeat a line without end.
 MAX_ASSIGNMENTS = 200
 
-# A name, not behind an operator, and a number that no operator continues: `10/x = 5` and `x = 3 + y` are equations.
+# A name, not behind an operator, and a number that no operator continues: `10/x = 5` and `x = 3 + y` are equations. The
+# signs of Markdown's lists and bold text are no operators.
 _ASSIGNMENT = re.compile(
-    r"(?<![\w.+*/^-])(?<![+*/^-]\s)([A-Za-z_]\w*)\s*=\s*(-?(?>[0-9]{1,30}(?:\.[0-9]{1,30})?))(?!\w|\s*[-+*/^%=(])"
+    r"""
+    (?: (?m:^) [ \t]* (?: [-*+] | [0-9]+[.)] ) [ \t]+ | (?<=\*\*) | (?<![\w.+*/^-]) (?<![+*/^-][ \t]) )
+    ([A-Za-z_]\w*) [ \t]* = [ \t]*
+    ( [-\N{MINUS SIGN}]? (?> [0-9]{1,3} (?: ,[0-9]{3} ){1,9} (?![0-9]) | [0-9]{1,30} ) (?: \.[0-9]{1,30} )?+ )
+    (?! \w | [,.][0-9] | [ \t]* [-\N{MINUS SIGN}+/^%=] | \( | [ \t]+\* | \* (?! \*(?!\w) ) )
+    """,
+    re.VERBOSE,
 )
 
 
 def read_assignments(text: str) -> list[tuple[str, Fraction]]:
     """Read the values that a text states as ``name = number``, in order; a name may occur several times.
 
+    Commas may separate groups of three digits; a number with another comma (``12,5``) is not read.
+
     >>> read_assignments("So x=3 and y = 0.5, since 2*x = 6 and x = 3 + 0.")
     [('x', Fraction(3, 1)), ('y', Fraction(1, 2))]
     """
     matches = zip(_ASSIGNMENT.finditer(text), range(MAX_ASSIGNMENTS), strict=False)
-    return [(match[1], Fraction(match[2])) for match, _ in matches]
+    return [(match[1], Fraction(match[2].replace(",", "").replace("\N{MINUS SIGN}", "-"))) for match, _ in matches]
 
 
 _EXTRACTORS: dict[str, Extractor] = {"gsm8k": read_solution, "assignments": read_assignments}

@@ -281,6 +281,12 @@ def test_features_depend_on_the_text_labels_and_on_the_code_of_functions(tmp_pat
         ("x = 3 + y, x = 3*2, x = 3 = y", []),
         ("start_a = 9; start_b = 10", [("start_a", 9), ("start_b", 10)]),
         (f"x = {'9' * 40}", []),
+        ("x = 1,000, y = 12,345.5 and z = -2", [("x", 1000), ("y", Fraction(24691, 2)), ("z", -2)]),
+        ("x = 12,5, y = 1,0000, z = 1.2.3", []),
+        ("- x = 3\n- y = 2\n\n* z = 1\n2. w = 4", [("x", 3), ("y", 2), ("z", 1), ("w", 4)]),
+        ("x = 3\n- so **y = 2** (from the first line)", [("x", 3), ("y", 2)]),
+        ("x = 3 (given), x = \N{MINUS SIGN}3", [("x", 3), ("x", -3)]),
+        ("x = 3**2, x = 3 ** 2, x = 3(y), 5 - x = 2", []),
     ],
 )
 def test_assignments_are_read_but_equations_are_not(text, values):
