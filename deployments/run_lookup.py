@@ -63,6 +63,13 @@ def find_run(run_name: str, storage: str) -> StoredRun:
     directory = run_storage.run_directory(run_name)
     content = directory.read_bytes(CONFIG)
     if content is None:
+        from flows.sweeps.record import CONFIG_NAME  # imported late, because `status` needs it only for this error
+
+        if directory.read_bytes(CONFIG_NAME) is not None:
+            raise ConfigError(
+                f"{run_name!r} is a sweep, not a run: its report is {directory.location}/{REPORT}, its trials are the "
+                f"runs {run_name}-POINT-sSEED, and the command that started it resumes it."
+            )
         names = run_storage.run_names()
         place = directory.location.removesuffix(run_name)
         if not names:

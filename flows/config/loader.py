@@ -85,6 +85,23 @@ def set_field(fields: dict[str, Any], key: str, value: Any) -> None:
     _set(fields, path, value, key[:100])
 
 
+def name_entries(fields: Any, key: str) -> str:
+    """Return a dotted path with the entries of lists by their `name`, if they have one, instead of their index.
+
+    >>> name_entries({"objective": {"regularizers": [{"name": "logic"}]}}, "objective.regularizers.0.weight")
+    'objective.regularizers.logic.weight'
+    """
+    parts = key.split(".")
+    for position, part in enumerate(parts):
+        if isinstance(fields, list):
+            fields = fields[int(part)] if part.isdecimal() and int(part) < len(fields) else None
+            if isinstance(fields, Mapping):
+                parts[position] = str(fields.get("name", part))
+        else:
+            fields = fields.get(part) if isinstance(fields, Mapping) else None
+    return ".".join(parts)
+
+
 def describe_fields(model: type[BaseModel], prefix: str = "", defaults: BaseModel | None = None) -> Iterator[str]:
     """Yield one help line per field: dotted path, default and description.
 

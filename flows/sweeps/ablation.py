@@ -105,9 +105,10 @@ def drop_idle_values(values: Mapping[str, Label], dimensions: Sequence[Dimension
     ablated = [
         path for dimension in dimensions if dimension.name == ABLATION for path in dimension.fields_of(values[ABLATION])
     ]
-    # No field of an ablated regularizer has an effect: objective.regularizers.NAME.weight, .params.* and so on.
+    # No field of an ablated regularizer has an effect: objective.regularizers.NAME, .weight, .params.* and so on.
     idle = tuple(path.rpartition(".")[0] + "." for path in ablated)
-    return {name: value for name, value in values.items() if not name.startswith(idle)}
+    paths = {dimension.name: f"{dimension.path}." for dimension in dimensions}
+    return {name: value for name, value in values.items() if not paths[name].startswith(idle)}
 
 
 def _ablated_fields(config: SweepConfig, names: Sequence[str], with_target: Collection[str]) -> dict[str, Any]:
@@ -132,10 +133,16 @@ def _weight_dimension(config: SweepConfig, regularizer: WeightedRegularizer) -> 
                 "disable the regularizer, or list its weights in space."
             )
         if config.search.method != "grid":
-            return Dimension(path, Range(low=factors[0] * weight.value, high=factors[-1] * weight.value, log=True))
+            low, high = factors[0] * weight.value, factors[-1] * weight.value
+            if not 0 < low < high:
+                raise ConfigError(
+                    f"The search {config.search.method} samples the weight of {regularizer.name!r} between {low:g} and "
+                    f"{high:g}: set a positive weight and different weight_factors, or use the search grid."
+                )
+            return Dimension(path, Range(low=low, high=high, log=True), path)
         values = [float(f"{factor * weight.value:.6g}") for factor in factors]
-        return Dimension(path, tuple(Option(value, {path: value}) for value in values))
-    return Dimension(path, tuple(Option(f"x{factor:g}", {path: _scaled(weight, factor)}) for factor in factors))
+        return Dimension(path, tuple(Option(value, {path: value}) for value in values), path)
+    return Dimension(path, tuple(Option(f"x{factor:g}", {path: _scaled(weight, factor)}) for factor in factors), path)
 
 
 def _scaled(weight: WeightSchedule, factor: float) -> dict[str, Any]:

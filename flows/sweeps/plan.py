@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -123,12 +124,10 @@ def make_plan(config: SweepConfig) -> SweepPlan:
             "ablation and weights vary the objective of one run, but rlhf has a run per stage: remove them, and list "
             "weights in space, as in policy.training.objective.regularizers.NAME.weight."
         )
-    dimensions = dimensions_of(config) + ablation_dimensions(
+    dimensions = dimensions_of(config, base) + ablation_dimensions(
         config, weighted_regularizers(measured_config(base_config).objective) if varies else []
     )
-    names = [dimension.name for dimension in dimensions]
-    if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"{repeated} varies twice, by space and by weights or ablation: remove one of them.")
+    _check_distinct(dimensions)
     plan = SweepPlan(config, base, base_config, dimensions, ())
     _check_values(plan)
     if config.search.method != "grid":
@@ -157,6 +156,15 @@ def _check_paths(config: SweepConfig, base: SweptConfig) -> None:
         if (head := path.partition(".")[0]) in fixed:
             fix = "use seeds" if head == "seed" else "remove it from space"
             raise ConfigError(f"space contains {path!r}, which the sweep sets or all trials share: {fix}.")
+
+
+def _check_distinct(dimensions: Sequence[Dimension]) -> None:
+    """Check that no two dimensions set the same field, because one of them would have no effect."""
+    for first, second in combinations([dimension for dimension in dimensions if dimension.path], 2):
+        if f"{first.path}.".startswith(f"{second.path}.") or f"{second.path}.".startswith(f"{first.path}."):
+            raise ConfigError(
+                f"{first.name} and {second.name}, of space or weights, vary the same field: remove one of them."
+            )
 
 
 def _check_values(plan: SweepPlan) -> None:

@@ -34,9 +34,10 @@ class Pruner:
         self._lock = threading.Lock()  # trials report concurrently
 
     def begin(self, name: str, curve: Curve) -> None:
-        """Add a trial; `curve` has its values so far if it resumes."""
+        """Add a trial, or continue one that has not ended; `curve` has its values so far if it resumes."""
         with self._lock:
-            self._trials[name] = self._study.ask(), set()
+            if name not in self._trials:
+                self._trials[name] = self._study.ask(), set()
         for step, value in curve:
             self.should_stop(name, step, value)
 
@@ -52,13 +53,15 @@ class Pruner:
             return trial.should_prune()
 
     def end(self, name: str, value: float | None, *, pruned: bool) -> None:
-        """Report the end of a trial.
+        """Report the end of a trial; nothing happens if it has ended.
 
         Args:
             value: last value of a completed trial; None for a failed trial, ignored for a pruned one.
         """
         state = TrialState.PRUNED if pruned else TrialState.FAIL if value is None else TrialState.COMPLETE
         with self._lock:
+            if name not in self._trials:
+                return
             trial, _ = self._trials.pop(name)
             self._study.tell(trial, None if value is None or pruned else value, state=state)
 

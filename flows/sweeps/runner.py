@@ -72,6 +72,8 @@ class TrialExecutor:
             known = isinstance(error, TinkerFlowsError | ValueError)
             return replace(trial, reason=str(error) if known else f"{type(error).__name__}: {error}")
         finally:
+            if self.pruning:
+                self.pruning.end(self.plan.measured_run(name), None, pruned=False)  # all attempts have failed
             runners.put(runner)
 
     def _attempt(self, runner: Runner, config: SweptConfig) -> tuple[TrialOutcome, bool]:
@@ -87,14 +89,9 @@ class TrialExecutor:
                 pruned = f"Pruned at step {step} with {metric} {metrics[metric]:.4g}."
             return pruned
 
-        try:
-            outcome = runner.run(config, watch)
-        except BaseException:
-            if self.pruning:
-                self.pruning.end(name, None, pruned=False)
-            raise
+        outcome = runner.run(config, watch)
         was_pruned = outcome.status == "stopped" and bool(pruned)
-        if self.pruning:
+        if self.pruning and outcome.status != "failed":  # a failed attempt may be repeated
             value = last_values(self.log.find_run(name)).get(metric) if outcome.status == "completed" else None
             self.pruning.end(name, value, pruned=was_pruned)
         return (replace(outcome, reason=pruned) if was_pruned else outcome), was_pruned

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flows.config.loader import set_field
+from flows.config.loader import name_entries, set_field
 from flows.sweeps.config import Range, SweepConfig
 
 Label = str | int | float | bool
@@ -25,10 +25,15 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """Dimension of the search space: a list of options, or a range of the field `name`."""
+    """Dimension of the search space: a list of options, or a range of the field `name`.
+
+    Attributes:
+        path: the varied field, with the entries of lists by name; empty for several fields.
+    """
 
     name: str
     values: tuple[Option, ...] | Range
+    path: str = ""
 
     @property
     def options(self) -> tuple[Option, ...]:
@@ -51,10 +56,14 @@ class Dimension:
         return next(option.fields for option in self.values if option.label == label)
 
 
-def dimensions_of(config: SweepConfig) -> list[Dimension]:
-    """Return the dimensions of the config's `space`."""
+def dimensions_of(config: SweepConfig, base: Mapping[str, Any]) -> list[Dimension]:
+    """Return the dimensions of the config's `space`, which vary fields of a base config."""
     return [
-        Dimension(path, values if isinstance(values, Range) else tuple(_option(path, value) for value in values))
+        Dimension(
+            path,
+            values if isinstance(values, Range) else tuple(_option(path, value) for value in values),
+            name_entries(base, path),
+        )
         for path, values in config.space.items()
     ]
 

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from tasks.sweeps.effects import Effect
-from tasks.sweeps.table import PointRow, dimensions, short_name
+from tasks.sweeps.table import PointRow, dimensions, short_names
 
 _MAX_MAPS = 6
 _MAX_BINS = 6
@@ -81,7 +81,8 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
 
 def draw_maps(rows: Sequence[PointRow], metric: str) -> Figure:
     """Heat maps of the metric over the first pairs of dimensions, at most six, averaged over all other dimensions."""
-    pairs = list(combinations(dimensions(rows), 2))[:_MAX_MAPS]
+    labels = short_names(dimensions(rows))
+    pairs = list(combinations(labels, 2))[:_MAX_MAPS]
     columns = min(len(pairs), 3)
     figure = Figure(figsize=(5.2 * columns, 4.2 * math.ceil(len(pairs) / columns)), layout="constrained")
     grid = figure.subplots(math.ceil(len(pairs) / columns), columns, squeeze=False)
@@ -89,7 +90,7 @@ def draw_maps(rows: Sequence[PointRow], metric: str) -> Figure:
         axes.set_visible(False)
     for axes, (a, b) in zip(grid.flat, pairs, strict=False):
         present = [row for row in rows if row.mean is not None and a in row.point.values and b in row.point.values]
-        _draw_map(figure, axes, present, (a, b), metric)
+        _draw_map(figure, axes, present, (a, b), (labels[a], labels[b]), metric)
     return figure
 
 
@@ -118,13 +119,20 @@ def draw_parallel(rows: Sequence[PointRow], metric: str, mode: Literal["min", "m
     axes.axvline(len(names), color="0.5", linewidth=0.8)
     for height in (0.0, 1.0) if spread else ():
         axes.text(len(names) + 0.03, height, f"{means.min() + height * spread:.4g}", fontsize=8, va="center")
-    axes.set_xticks(range(len(names) + 1), [*(short_name(name) for name in names), metric])
+    axes.set_xticks(range(len(names) + 1), [*short_names(names).values(), metric])
     axes.set_yticks([])
     axes.set_xlim(-0.1, len(names) + 0.3)
     return figure
 
 
-def _draw_map(figure: Figure, axes: Axes, rows: Sequence[PointRow], pair: tuple[str, str], metric: str) -> None:
+def _draw_map(
+    figure: Figure,
+    axes: Axes,
+    rows: Sequence[PointRow],
+    pair: tuple[str, str],
+    labels: tuple[str, str],
+    metric: str,
+) -> None:
     (x_of, x_labels), (y_of, y_labels) = (_bins([row.point.values[name] for row in rows]) for name in pair)
     sums = np.zeros((len(y_labels), len(x_labels)))
     counts = np.zeros_like(sums)
@@ -135,8 +143,8 @@ def _draw_map(figure: Figure, axes: Axes, rows: Sequence[PointRow], pair: tuple[
     image = axes.imshow(means, cmap="viridis_r", origin="lower", aspect="auto")
     axes.set_xticks(range(len(x_labels)), x_labels, rotation=30, ha="right")
     axes.set_yticks(range(len(y_labels)), y_labels)
-    axes.set_xlabel(short_name(pair[0]))
-    axes.set_ylabel(short_name(pair[1]))
+    axes.set_xlabel(labels[0])
+    axes.set_ylabel(labels[1])
     middle = (np.nanmin(means) + np.nanmax(means)) / 2 if np.isfinite(means).any() else 0.0
     for (y, x), value in np.ndenumerate(means):
         if np.isfinite(value):
@@ -187,4 +195,5 @@ def _are_numbers(values: Sequence[object]) -> bool:
 
 def _text(value: object) -> str:
     text = f"{value:.3g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= 24 else f"{text[:23]}…"
+    text = text if len(text) <= 24 else f"{text[:23]}…"
+    return text.replace("$", r"\$")  # matplotlib would read two dollar signs as a formula

@@ -37,7 +37,7 @@ class Effect:
 def reported_metrics(rows: Sequence[PointRow], metric: str, terms: Sequence[str]) -> list[str]:
     """Metrics of the report: the sweep's own, evaluation metrics, the base loss and each term's value."""
     logged = {key for row in rows for trial in row.completed for key in trial.metrics}
-    evaluated = sorted(key for key in logged if key.startswith("test/"))
+    evaluated = sorted(key for key in logged if key.startswith("test/") and not key.endswith("/stderr"))
     keys = [metric, *evaluated, "loss/base", "train_mean_nll", *(f"term/{name}/value" for name in terms)]
     return [key for key in dict.fromkeys(keys) if key in logged]
 

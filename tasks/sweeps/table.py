@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Literal
 
@@ -22,8 +23,8 @@ class PointRow:
 
     Attributes:
         point: the point.
-        trials: finished trials of the point.
-        completed: trials that completed.
+        trials: finished trials of the point with the seeds of the sweep.
+        completed: trials that completed, with their finite metrics.
         is_complete: True if a trial of every seed completed.
         mean: mean of the metric over the completed trials; None if there are none.
         half_width: half width of the mean's interval; None for fewer than two trials or equal values.
@@ -69,18 +70,28 @@ def dimensions(rows: Sequence[PointRow]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row.point.values))
 
 
-def short_name(name: str) -> str:
-    """Short name of a dimension, for tables and charts.
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """Short name of each dimension, for tables and charts: the last parts of its path that no other dimension has.
 
-    >>> short_name("objective.regularizers.topology.weight"), short_name("data.params.common_config.batch_size")
-    ('topology.weight', 'batch_size')
+    >>> short_names(["objective.regularizers.topology.weight", "data.params.common_config.batch_size"]).values()
+    dict_values(['topology.weight', 'batch_size'])
+    >>> short_names(["warm_start.num_epochs", "policy.num_epochs"]).values()
+    dict_values(['warm_start.num_epochs', 'policy.num_epochs'])
     """
-    return name.removeprefix("objective.regularizers.") if name.startswith("objective.reg") else name.split(".")[-1]
+
+    def suffixes(name: str) -> list[str]:
+        parts = name.split(".")
+        shortest = len(parts) - 2 if name.startswith("objective.regularizers.") else 1
+        return [".".join(parts[-number:]) for number in range(shortest, len(parts) + 1)]
+
+    counts = Counter(suffix for name in names for suffix in suffixes(name))
+    return {name: next(suffix for suffix in suffixes(name) if counts[suffix] == 1) for name in names}
 
 
 def table_columns(rows: Sequence[PointRow], metric: str) -> tuple[str, ...]:
     """Column names of the table."""
-    return ("point", *(short_name(name) for name in dimensions(rows)), metric, "95 % interval", "trials", "s per trial")
+    names = short_names(dimensions(rows)).values()
+    return ("point", *names, metric, "95 % interval", "trials", "s per trial")
 
 
 def row_cells(row: PointRow, rows: Sequence[PointRow]) -> tuple[str, ...]:
@@ -93,8 +104,12 @@ def row_cells(row: PointRow, rows: Sequence[PointRow]) -> tuple[str, ...]:
 
 
 def _row(point: Point, finished: Mapping[tuple[int, int], Trial], seeds: Sequence[int]) -> PointRow:
-    trials = [trial for trial in finished.values() if trial.point == point.number]
-    completed = [trial for trial in trials if trial.status == "completed" and trial.value is not None]
+    trials = [trial for trial in finished.values() if trial.point == point.number and trial.seed in seeds]
+    completed = [
+        replace(trial, metrics={name: value for name, value in trial.metrics.items() if _is_finite(value)})
+        for trial in trials
+        if trial.status == "completed" and trial.value is not None
+    ]
     values = [trial.value for trial in completed if trial.value is not None]
     return PointRow(
         point=point,
@@ -104,6 +119,10 @@ def _row(point: Point, finished: Mapping[tuple[int, int], Trial], seeds: Sequenc
         mean=fmean(values) if values else None,
         half_width=interval(values),
     )
+
+
+def _is_finite(value: float) -> bool:
+    return math.isfinite(value) and abs(value) < sys.float_info.max  # MLflow stores infinity as the largest number
 
 
 def _value_text(values: Mapping[str, str | int | float | bool], name: str) -> str:

@@ -112,7 +112,17 @@ def test_exponents_without_a_point_are_numbers(tmp_path: Path) -> None:
         ({"fixed": {WEIGHT.format("logic"): 0}, "weights": "log-grid"}, "the weight of 'logic', which is 0"),
         ({"space": {f"data.params.p{i}": {"low": 0.0, "high": 1.0, "num": 40} for i in range(3)}}, "64,000 points"),
         ({"search": {"method": "random"}}, "nothing to vary"),
-        ({"space": {WEIGHT.format("logic"): [1.0]}, "weights": "log-grid"}, "logic.weight varies twice"),
+        ({"space": {WEIGHT.format("logic"): [1.0]}, "weights": "log-grid"}, "logic.weight, of space or weights, vary"),
+        ({"space": {WEIGHT.format("1"): [1.0]}, "weights": "log-grid"}, "regularizers.1.weight and objective.reg"),
+        ({"space": {WEIGHT.format("1"): [1.0], WEIGHT.format("logic"): [2.0]}}, "vary the same field: remove one"),
+        (
+            {"space": {WEIGHT.format("logic"): [1.0], "objective.regularizers": [[], [{"name": "logic"}]]}},
+            "logic.weight and objective.regularizers, of space or weights, vary the same field",
+        ),
+        (
+            {"search": {"method": "random"}, "weights": "log-grid", "weight_factors": [1, 1]},
+            "between 1 and 1: set a positive weight and different weight_factors",
+        ),
         ({"run_name": "n" * 125}, "run_name"),
     ],
 )
@@ -178,6 +188,14 @@ def test_weights_of_ablated_regularizers_make_no_points(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("path", ["1.weight", "logic.weight", "1"])
+def test_values_of_an_ablated_regularizer_make_no_further_points(tmp_path: Path, path: str) -> None:
+    entries = [1.0, 2.0] if path.endswith("weight") else [{"name": "logic", "weight": weight} for weight in (1.0, 2.0)]
+    sweep = plan(tmp_path, space={f"objective.regularizers.{path}": entries}, ablation="leave_one_out")
+    configs = [sweep.config_of(values, "x", 0).objective.model_dump_json() for values in sweep.grid]
+    assert len(configs) == len(set(configs)) == 2 * len(NAMES) + 1  # both values, except without logic
+
+
 def test_log_grid_scales_a_whole_schedule(tmp_path: Path) -> None:
     sweep = plan(tmp_path, weights="log-grid", weight_factors=[1.0, 10.0])
     path = WEIGHT.format("confidence")
@@ -197,7 +215,7 @@ def test_search_is_deterministic_given_the_tried_points(method: str) -> None:
             "space": {"x": {"low": 1e-3, "high": 1.0, "log": True}, "n": {"low": 1, "high": 9}, "c": ["a", "b"]},
         }
     )
-    dims, search = dimensions_of(config), SearchConfig.model_validate({"method": method})
+    dims, search = dimensions_of(config, {}), SearchConfig.model_validate({"method": method})
     tried: list[TriedPoint] = []
     for _ in range(4):
         point = next_point(search, dims, "min", tried)
@@ -213,7 +231,7 @@ def test_bayesian_search_converges() -> None:
     config = SweepConfig.model_validate({"run_name": "s", "base": {}, "space": {"x": {"low": 0.0, "high": 10.0}}})
     search, tried = SearchConfig(method="bayesian"), []
     for _ in range(40):
-        point = next_point(search, dimensions_of(config), "min", tried)
+        point = next_point(search, dimensions_of(config, {}), "min", tried)
         tried.append(TriedPoint(point, abs(float(point["x"]) - 7.0), ended=True))
     late = [point.mean_metric for point in tried[-10:] if point.mean_metric is not None]
     assert sum(late) / len(late) < 1.5  # the mean distance of uniform draws is 2.9
@@ -226,7 +244,9 @@ def test_search_accepts_running_and_failed_points() -> None:
         TriedPoint({"x": 0.2}, None, ended=True),
         TriedPoint({"x": 0.3}, 1.0, ended=True),
     ]
-    assert 0.0 <= float(next_point(SearchConfig(method="bayesian"), dimensions_of(config), "max", tried)["x"]) <= 1.0
+    assert (
+        0.0 <= float(next_point(SearchConfig(method="bayesian"), dimensions_of(config, {}), "max", tried)["x"]) <= 1.0
+    )
 
 
 def test_median_rule() -> None:
@@ -249,6 +269,21 @@ def test_successive_halving_continues_one_of_three() -> None:
         pruner.begin(name, ())
         stopped.append(pruner.should_stop(name, 2, value))
     assert stopped == [False, True, True, False]
+
+
+def test_successive_halving_counts_a_retried_trial_once() -> None:
+    """The second of six trials is among the best third, however often the best one is repeated."""
+    pruner = Pruner(PruneConfig(rule="successive_halving", factor=3, min_steps=1), "min")
+    for _ in range(3):  # two attempts fail
+        pruner.begin("best", ())
+        assert not pruner.should_stop("best", 1, 1.0)
+    pruner.end("best", 1.0, pruned=False)
+    pruner.end("best", None, pruned=False)
+    for name, value in (("b", 3.0), ("c", 4.0), ("d", 5.0), ("e", 6.0)):
+        pruner.begin(name, ())
+        pruner.should_stop(name, 1, value)
+    pruner.begin("second", ())
+    assert not pruner.should_stop("second", 1, 2.0)
 
 
 def test_resumed_schedule(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 
 import numpy as np
@@ -93,6 +94,34 @@ def test_table_has_the_best_point_first_with_mean_and_interval() -> None:
     assert table_columns(rows, "loss")[:4] == ("point", "rate", "loss", "95 % interval")
     assert row_cells(rows[0], rows)[:5] == ("2", "0.2", "1.5000", "± 6.3531", "2 completed")
     assert interval([1.0]) is None
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, sys.float_info.max])
+def test_a_metric_without_a_value_leaves_its_trial_out(odd: float) -> None:
+    """An evaluator may return NaN in one trial; MLflow stores infinity as the largest number."""
+    metrics = {
+        (point, seed): {"loss": 1.0 + seed, "test/odd": 3.0 - 0.5 * (on["a"] > 0) + 0.2 * (on["b"] > 0)}
+        for point, on in SUBSETS.items()
+        for seed in (0, 1)
+    }
+    metrics[1, 0]["test/odd"] = odd
+    rows = rows_of(metrics)
+    effects = estimate_effects(rows, SUBSETS, ["test/odd"])
+    assert [effect.estimate for effect in effects] == pytest.approx([-0.5, 0.2])
+    assert next(row for row in rows if row.point.number == 1).mean_of("test/odd") == 3.0
+
+
+def test_charts_of_values_with_dollar_signs() -> None:
+    prompts = {1: "$a$_$", 2: "$5 or $6"}
+    rows = rows_of({(1, 0): {"loss": 1.0}, (2, 0): {"loss": 2.0}}, prompt=prompts, rate={1: 0.1, 2: 0.2})
+    for figure in (draw_maps(rows, "loss"), draw_parallel(rows, "loss", "min")):
+        assert render_figure(figure, "png").startswith(b"\x89PNG")
+
+
+def test_seeds_that_the_sweep_no_longer_has_do_not_count() -> None:
+    finished = {(1, seed): Trial(1, seed, "x", "completed", value=float(seed)) for seed in (1, 2, 30)}
+    (row,) = point_rows(Trials((Point(1, {}),), finished), (1, 2), "loss", "min")
+    assert (row.mean, len(row.trials)) == (1.5, 2)
 
 
 def test_point_that_lacks_a_seed_is_never_the_best() -> None:
