@@ -371,8 +371,13 @@ def pack_data(data: Sequence[Datum], tokenizer: Tokenizer) -> Batch:
 
     The text of a datum is decoded from its trained targets. Datums with several targets per position have no text.
     """
-    targets_D = [datum.loss_fn_inputs["target_tokens"].to_torch().long() for datum in data]
+    targets_D = _read_targets(data)
     weights_D = [_weights(datum, targets) for datum, targets in zip(data, targets_D, strict=True)]
+    if weights_D and not any(weights.any() for weights in weights_D) and "weights" not in data[0].loss_fn_inputs:
+        raise ObjectiveError(
+            "No target is trained, because every `mask` or, without one, every advantage is 0: leave out this batch, "
+            "or give its datums a `mask`."
+        )
     return pack_targets(
         targets_D,
         weights_D,
@@ -383,6 +388,43 @@ def pack_data(data: Sequence[Datum], tokenizer: Tokenizer) -> Batch:
         labels_D={PROMPT: find_prompts(data, weights_D), **read_labels(data)},
         text_labels_D=read_text_labels(data),
     )
+
+
+def _read_targets(data: Sequence[Datum]) -> list[Tensor]:
+    """Read the targets of each datum, and check that its other inputs have their shape.
+
+    Raises:
+        ObjectiveError: a datum has no targets, targets of another rank than the first, or an input of another shape.
+    """
+    targets_D: list[Tensor] = []
+    for d, datum in enumerate(data):
+        if "target_tokens" not in datum.loss_fn_inputs:
+            raise ObjectiveError(f"Datum {d} has no target_tokens in its loss_fn_inputs: add the target of each token.")
+        targets = datum.loss_fn_inputs["target_tokens"].to_torch().long()
+        if targets_D and targets.ndim != targets_D[0].ndim:
+            raise ObjectiveError(
+                f"target_tokens of datum {d} has the shape {tuple(targets.shape)}, but that of datum 0 "
+                f"{tuple(targets_D[0].shape)}: train on one target per position and on several in separate batches."
+            )
+        for key in ("weights", "mask", "logprobs", *_TOKEN_INPUTS):
+            if key in datum.loss_fn_inputs:
+                _check_shape(d, key, datum.loss_fn_inputs[key].to_torch(), targets)
+        targets_D.append(targets)
+    lacking = [d for d, datum in enumerate(data) if "logprobs" not in datum.loss_fn_inputs]
+    if lacking and len(lacking) < len(data):
+        raise ObjectiveError(
+            f"Datum {lacking[0]} has no logprobs of the sampling policy, but other datums of the batch have: add them, "
+            "or train on the datums without logprobs in batches of their own."
+        )
+    return targets_D
+
+
+def _check_shape(d: int, name: str, values: Tensor, targets: Tensor) -> None:
+    if values.shape != targets.shape:
+        raise ObjectiveError(
+            f"{name} of datum {d} has the shape {tuple(values.shape)}, but its target_tokens has "
+            f"{tuple(targets.shape)}: give one value for each target."
+        )
 
 
 def _weights(datum: Datum, targets: Tensor) -> Tensor:
@@ -402,9 +444,19 @@ def _read_all(data: Sequence[Datum], key: str) -> Tensor | None:
 
 
 def _read_extra_outputs(data: Sequence[Datum], ref_logprobs_D: Sequence[Tensor] | None) -> dict[str, Tensor]:
-    """Read the fields of `Outputs` other than the current logprobs."""
+    """Read the fields of `Outputs` other than the current logprobs.
+
+    Raises:
+        ObjectiveError: the reference's logprobs do not fit the datums.
+    """
     outputs: dict[str, Tensor] = {}
     if ref_logprobs_D is not None:
+        if len(ref_logprobs_D) != len(data):
+            raise ObjectiveError(
+                f"ref_logprobs_D has {len(ref_logprobs_D)} entries for {len(data)} datums: give one for each datum."
+            )
+        for d, (datum, logprobs) in enumerate(zip(data, ref_logprobs_D, strict=True)):
+            _check_shape(d, "ref_logprobs_D", logprobs, datum.loss_fn_inputs["target_tokens"].to_torch())
         outputs["ref_logprobs_DT"] = pack([logprobs.float() for logprobs in ref_logprobs_D])[0]
     sampling_logprobs_DT = _read_all(data, "logprobs")
     if sampling_logprobs_DT is not None:

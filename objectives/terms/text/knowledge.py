@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
@@ -18,6 +19,8 @@ from objectives.terms.text.lookups import Key, KnowledgeBase, look_up
 MAX_FACTS = 50
 # Group of the pattern that matches the stated value; the other groups are the key of the lookup.
 STATED = "value"
+
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,30})(?:\.[0-9]{1,30})?")  # not 007, which may be a code
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -79,14 +82,18 @@ def find_facts(text: str, pattern: str) -> list[tuple[Key, str]]:
 
 
 def _count(facts: list[tuple[tuple[str, ...], str]]) -> FactCounts:
-    """Count facts, given as pairs of known values and stated value; case and surrounding spaces are ignored."""
+    """Count facts, given as pairs of known values and stated value.
+
+    Case and surrounding spaces are ignored, and numbers compare as numbers: 330.0 confirms 330.
+    """
     known = [(values, stated) for values, stated in facts if values]
     confirmed = sum(_normalize(stated) in map(_normalize, values) for values, stated in known)
     return FactCounts(len(known) - confirmed, confirmed, len(facts) - len(known))
 
 
 def _normalize(value: str) -> str:
-    return value.strip().casefold()
+    text = value.strip().casefold()
+    return str(Decimal(text).normalize()) if _NUMBER.fullmatch(text) else text
 
 
 @regularizer("knowledge", kind="scored", prepare=check_facts)
@@ -94,7 +101,8 @@ def knowledge(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]]
     """Share of stated facts that a knowledge base contradicts, ``contradicted / known``, per datum ``(D,)``.
 
     A fact is a match of ``pattern``: the group ``value`` is the stated value, the other groups are the key of the
-    lookup. A fact is contradicted if the knowledge base has values for the key and the stated value is not among them.
+    lookup. A fact is contradicted if the knowledge base has values for the key and the stated value is not among them;
+    case and the number of decimals do not matter.
     Facts that the knowledge base does not know are ignored; a text without known facts scores 0.
 
     Source: fact checking against structured knowledge, as in Thorne & Vlachos 2018, "Automated Fact Checking"

@@ -148,6 +148,59 @@ def test_several_targets_a_reference_and_a_schedule(trainer):
         forward_backward_regularized(trainer, data, objective)
 
 
+def one_input(index: int, key: str, values: torch.Tensor | None):
+    """Return a change of one input of one datum; None removes it."""
+
+    def change(data: list[tinker.Datum]) -> None:
+        data[index].loss_fn_inputs.pop(key, None)
+        if values is not None:
+            data[index].loss_fn_inputs[key] = tinker.TensorData.from_torch(values)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (one_input(1, "target_tokens", None), "Datum 1 has no target_tokens"),
+        (one_input(0, "weights", torch.ones(2)), r"weights of datum 0 has the shape \(2,\), but its target_tokens has"),
+        (
+            one_input(1, "target_tokens", torch.ones(3, 2).long()),
+            r"datum 1 has the shape \(3, 2\), but that of datum 0",
+        ),
+        (one_input(1, "logprobs", None), "Datum 1 has no logprobs of the sampling policy, but other datums"),
+        (one_input(0, "logprobs", torch.zeros(3)), r"logprobs of datum 0 has the shape \(3,\)"),
+    ],
+)
+def test_an_input_that_does_not_fit_its_datum_is_named(trainer, change, message):
+    data = make_data(trainer)
+    for datum in data:
+        datum.loss_fn_inputs["logprobs"] = datum.loss_fn_inputs["weights"]
+    change(data)
+    with pytest.raises(ObjectiveError, match=message):
+        forward_backward_regularized(trainer, data, Objective())
+
+
+def test_reference_logprobs_of_another_order_are_refused(trainer):
+    data = make_data(trainer)
+    reference_D = logprobs(trainer, data)
+    for wrong_D, message in (
+        (reference_D[::-1], "ref_logprobs_D of datum 0 has the shape"),
+        (reference_D[:1], "has 1 en"),
+    ):
+        with pytest.raises(ObjectiveError, match=message):
+            forward_backward_regularized(trainer, data, Objective(), ref_logprobs_D=wrong_D)
+
+
+def test_a_batch_without_advantages_says_so(trainer):
+    data = make_data(trainer)
+    for datum in data:
+        weights = datum.loss_fn_inputs.pop("weights").to_torch()
+        datum.loss_fn_inputs["advantages"] = tinker.TensorData.from_torch(torch.zeros_like(weights))
+    with pytest.raises(ObjectiveError, match="every advantage is 0: leave out this batch"):
+        forward_backward_regularized(trainer, data, Objective())
+
+
 @regularizer("test_several", needs=("topk_logprobs", "ref_logprobs"))
 def several_targets(outputs, batch):
     return (outputs.logprobs_DT - outputs.ref_logprobs_DT).mean(-1)

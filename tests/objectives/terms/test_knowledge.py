@@ -107,6 +107,29 @@ def test_texts_are_checked_with_sqlite(database):
     assert (evaluation.gradient_DT[[0, 1, 4, 5]] > 0).all()
 
 
+@pytest.mark.parametrize(
+    ("stated", "known", "confirmed"),
+    [
+        ("330", 330.0, 1),
+        ("161.530", 161.53, 1),
+        ("-2", "-2.00", 1),
+        ("331", 330.0, 0),
+        ("7", "007", 0),
+        ("0.5", ".5", 0),
+    ],
+)
+def test_numbers_compare_as_numbers(tmp_path, stated, known, confirmed):
+    path = tmp_path / "heights.db"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE heights (tower, height)")
+        connection.execute("INSERT INTO heights VALUES ('Eiffel', ?)", (known,))
+    connection.close()
+    pattern = r"(?P<tower>\w+) is (?P<value>-?[0-9.]*[0-9]) m"
+    params = {"source": str(path), "pattern": pattern, "query": "SELECT height FROM heights WHERE tower = :tower"}
+    batch, _ = make_batch([1], texts=[f"Eiffel is {stated} m high."])
+    assert prepare_features(bind("knowledge", params=params), batch) == [FactCounts(1 - confirmed, confirmed, 0)]
+
+
 def test_each_fact_is_requested_over_http_once(served):
     assert check(TEXTS, source=served.url) == CHECKED
     assert sorted(served.requested) == ["Atlantis", "Bolivia", "Chile", "Peru"]
