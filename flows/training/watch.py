@@ -8,9 +8,10 @@ from flows.config.train import AlertConfig, TrainConfig
 from flows.monitoring.run_tags import note_warning, warn_of_metrics, warn_of_terms
 from flows.runs.run import Run
 from flows.training.preflight import warn_of_equal_rewards
+from objectives.errors import did_you_mean
 from objectives.objective import Objective
 from tasks.training.batch_source import BatchSource, MetricWarning
-from tasks.training.tracking.metric_names import safe_name
+from tasks.training.tracking.metric_names import logged_name, safe_name
 
 _MANY_TRUNCATED = 0.5  # share of the candidates of a step
 
@@ -90,6 +91,19 @@ class RunWatch:
             note_warning(self._run.log, "candidates_truncated", text)
         if is_first:
             warn_of_equal_rewards(self._run, self._config, metrics)
+        if step == 0:
+            self._warn_of_misspelled_metrics(metrics)
+
+    def _warn_of_misspelled_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Warn of configured metrics that the first step has only under a similar name; others may come later."""
+        fields = {f"the alert {alert.condition}": alert.metric for alert in self._config.alerts}
+        if self._config.keep_best:
+            fields["keep_best"] = self._config.keep_best.metric
+        for field, name in fields.items():
+            question = did_you_mean(name, metrics)
+            if question and logged_name(name) not in metrics and name not in metrics:
+                text = f"The first step has no metric {name!r}, which {field} needs{question}"
+                note_warning(self._run.log, f"metric.{safe_name(name)}", text)
 
     def check_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """Warn of what the evaluation after the last step shows, and of alerts that no step has measured."""

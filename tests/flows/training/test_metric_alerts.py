@@ -73,7 +73,8 @@ def test_a_run_shows_its_alerts(tmp_path: Path, engine_url: str, monkeypatch: py
         {"metric": "test/nll", "above": 1e6},
         {"metric": "test/typo", "below": 1.0},
     ]
-    config = {**fields, "num_steps": 3, "alerts": alerts, "objective": {"regularizers": []}}
+    changes = {"checkpoint_every": 2, "keep_best": {"metric": "train_mean_nl"}, "objective": {"regularizers": []}}
+    config = {**fields, "num_steps": 3, "alerts": alerts, **changes}
     result = sft(SftConfig.model_validate(config))
     prefix = "tinker_flows.warning.alert."
     tags = MlflowClient(result.tracking_uri).get_run(result.mlflow_run_id).data.tags
@@ -85,6 +86,9 @@ def test_a_run_shows_its_alerts(tmp_path: Path, engine_url: str, monkeypatch: py
     )
     assert noted["test/typo below 1"].startswith("The alert test/typo below 1 had no effect, because no step reported")
     assert set(noted.values()) <= set(result.warnings)
+    misspelled = "The first step has no metric 'train_mean_nl', which keep_best needs; did you mean 'train_mean_nll'?"
+    assert tags["tinker_flows.warning.metric.train_mean_nl"] == misspelled
+    assert not any("test/typo" in key for key in tags if "warning.metric." in key)
 
 
 def test_alerts_that_differ_only_in_patience() -> None:
