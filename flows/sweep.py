@@ -19,7 +19,7 @@ from rich.table import Table
 
 from blocks.storage import RunDirectory
 from blocks.terminal import TextConsole
-from flows.monitoring.interrupts import RunCancelled
+from flows.monitoring.interrupts import RunCancelled, raise_if_restarted_after_cancel
 from flows.runs.blocks import storage_of
 from flows.runs.retries import leave_state_to_successor
 from flows.runs.rights import apply_rights
@@ -45,6 +45,7 @@ def sweep(config: SweepConfig) -> SweepResult:
         check_sweep(directory, plan)
         schedule = Schedule(plan, directory)
         try:
+            raise_if_restarted_after_cancel()
             with open_sweep_log(plan, directory) as log:
                 if schedule.num_remaining:
                     _run_remaining(plan, directory, log, schedule)

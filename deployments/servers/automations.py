@@ -31,6 +31,7 @@ from blocks.errors import ConfigError
 from blocks.prefect_errors import prefect_failures
 from blocks.terminal import escape_terminal
 from flows.monitoring.events import HEARTBEAT_EVERY_S, HEARTBEAT_TAG, PREFIX, Kind
+from flows.monitoring.interrupts import RESTARTED
 
 RESTART_TAG = "tinker-flows:restart"
 STOP_TAG = "tinker-flows:stop-on-warning"
@@ -81,7 +82,7 @@ def restart_automation() -> AutomationCore:
         name="tinker-flows: restart",
         description=f"Restarts a crashed run of a deployment tagged {RESTART_TAG}; it resumes from its checkpoint.",
         trigger=_at_each("prefect.flow-run.*", RESTART_TAG, {"prefect.flow-run.Crashed"}),
-        actions=_set_state(StateType.SCHEDULED, "AwaitingRetry", "Restarted after a crash."),
+        actions=_set_state(StateType.SCHEDULED, "AwaitingRetry", RESTARTED),
     )
 
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from blocks.errors import LostRunError, RolledBackError, ServiceLostError, UnreachableError
 from blocks.terminal import escape_terminal
 from flows.config.base import RunConfig
-from flows.monitoring.interrupts import RunCancelled
+from flows.monitoring.interrupts import RunCancelled, raise_if_restarted_after_cancel
 from flows.runs.blocks import storage_of
 from flows.runs.checkpoints.approval import decide
 from flows.runs.result import TrainResult, as_state
@@ -67,6 +67,7 @@ def _run_with_restarts(config: RunConfig, attempt: Callable[[Sequence[str]], T])
         try:
             # Clear the tags: a tagged task first requests a concurrency slot, and fails if the Prefect server is down.
             with TagsContext(current_tags=set()), leave_state_to_successor():
+                raise_if_restarted_after_cancel()
                 return attempt(tuple(reasons))
         except RunCancelled as cancelled:
             return cast(T, Cancelled(message=str(cancelled)))

@@ -159,6 +159,7 @@ def test_a_crashed_deployment_run_restarts_and_resumes(tmp_path: Path, prefect_s
 def test_a_cancelled_deployment_run_saves_its_current_step(
     tmp_path: Path, prefect_server: str, engine_url: str
 ) -> None:
+    install(restart_automation())
     run_name = "cancelled-on-a-worker"
     with served_run(prefect_server, fields(tmp_path, run_name, engine_url) | {"num_steps": 999}):
         run = flow_run(run_name)
@@ -166,6 +167,9 @@ def test_a_cancelled_deployment_run_saves_its_current_step(
         with get_client(sync_client=True) as client:
             client.set_flow_run_state(run.id, Cancelling())
         wait_for(lambda: (r := flow_run(run_name)) and r.state and r.state.is_cancelled(), "CANCELLED", 60)
+        with get_client(sync_client=True) as client:
+            states = client.read_flow_run_states(run.id)
+    assert "Crashed" not in [state.name for state in states]  # which the automation would restart
     (killed,) = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}").search_runs(["1"], "status = 'KILLED'")
     assert checkpoints(tmp_path, run_name)[-1]["step"] == killed.data.metrics["progress/batch"] + 1
 

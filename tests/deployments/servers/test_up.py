@@ -69,6 +69,11 @@ class Up:
         body = {"parameters": {"config": config}, "name": run_name}
         return self.request("POST", f"deployments/{deployment['id']}/create_flow_run", body)["id"]
 
+    def set_state(self, flow_run: str, kind: str, name: str) -> None:
+        """Set the state of a flow run, as the UI does for Cancel and Retry."""
+        body = {"state": {"type": kind, "name": name}, "force": kind == "SCHEDULED"}
+        assert self.request("POST", f"flow_runs/{flow_run}/set_state", body)["status"] == "ACCEPT"
+
     def state(self, flow_run: str) -> str:
         return self.request("GET", f"flow_runs/{flow_run}")["state"]["type"]
 
@@ -165,6 +170,16 @@ def test_up_runs_a_deployment_stops_and_resumes_on_the_next_start(tmp_path: Path
         # The deployment has the restart tag, so the run resumes with the new worker.
         wait_for(up, lambda: len(checkpoints.read_text().splitlines()) > steps)
         assert up.state(long_run) == "RUNNING"
+        up.set_state(long_run, "CANCELLING", "Cancelling")
+        wait_for(up, lambda: up.state(long_run) == "CANCELLED")
+        names = [state["name"] for state in up.request("GET", f"flow_run_states/?flow_run_id={long_run}")]
+        assert names[names.index("Cancelling") :] in (
+            ["Cancelling", "Cancelled"],
+            ["Cancelling", "Cancelled", "Cancelled"],
+        )
+        steps = len(checkpoints.read_text().splitlines())
+        up.set_state(long_run, "SCHEDULED", "AwaitingRetry")
+        wait_for(up, lambda: len(checkpoints.read_text().splitlines()) > steps)
         up.process.kill()
         assert all_ended(home)
 

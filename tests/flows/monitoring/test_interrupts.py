@@ -15,6 +15,7 @@ from chaos.proxy import Proxies, Proxy
 from chaos.schedule import Fault
 from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 from prefect.states import Cancelling
@@ -51,6 +52,32 @@ def test_run_ends_although_a_handler_of_the_program_returns() -> None:
         with pytest.raises(KeyboardInterrupt):
             stop.raise_if_requested()
     assert handled == [signal.SIGINT]
+
+
+@pytest.mark.parametrize(("cancels", "error"), [(True, RunCancelled), (False, TerminationSignal)], ids=str)
+def test_sigterm_of_a_worker_ends_a_cancelled_run_as_cancelled(
+    prefect_server: str, cancels: bool, error: type[BaseException]
+) -> None:
+    """A worker sends SIGTERM for a cancel of the flow run, which may be the caller of the run that trains."""
+    raised: list[type[BaseException]] = []
+
+    @flow(name="stage")
+    def stage(caller: str) -> None:
+        with deferred_interrupts() as stop:
+            if cancels:
+                with get_client(sync_client=True) as client:
+                    client.set_flow_run_state(UUID(caller), Cancelling())
+            signal.raise_signal(signal.SIGTERM)
+            with pytest.raises(error):
+                stop.raise_if_requested()
+            raised.append(error)
+
+    @flow(name="calls-a-stage")
+    def calls_a_stage() -> None:
+        stage(flow_run.get_id())
+
+    calls_a_stage(return_state=True)
+    assert raised == [error]
 
 
 @pytest.mark.parametrize("action", ["garbage", "500 after"])

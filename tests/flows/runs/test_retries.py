@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import StateType
+from prefect.flow_engine import run_flow
 from prefect.runtime import flow_run, task_run
+from prefect.states import Cancelling, Crashed, Pending, Running, Scheduled
 from sft_config import sft_fields
 
 from blocks.errors import ServiceLostError, UnreachableError
 from blocks.urls import check_reachable
 from flows.monitoring.events import HEARTBEAT_TAG, heartbeats
+from flows.monitoring.interrupts import RESTARTED
 from flows.runs.retries import run_with_restarts
 from flows.sft import SftConfig
 from tasks.common.task import step_task
@@ -66,3 +71,33 @@ def test_tasks_do_not_inherit_the_tags_of_the_run(tmp_path: Path, mlflow_uri: st
 
     with heartbeats():
         assert tagged() == ([HEARTBEAT_TAG], [])
+
+
+@pytest.mark.parametrize(
+    ("message", "end"), [(RESTARTED, StateType.CANCELLED), ("Retry from the UI", StateType.COMPLETED)]
+)
+def test_a_cancelled_run_that_crashed_is_continued_only_by_a_person(
+    tmp_path: Path, mlflow_uri: str, message: str, end: StateType
+) -> None:
+    config = SftConfig.model_validate(sft_fields(tmp_path, "cancelled", mlflow_uri))
+
+    @flow(name="restarted")
+    def restarted() -> int:
+        return run_with_restarts(config, lambda _: 1)
+
+    with get_client(sync_client=True) as client:
+        run = client.create_flow_run(restarted)
+        restart = Scheduled(name="AwaitingRetry", message=message)
+        for state in (
+            Running(),
+            Cancelling(),
+            Crashed(),
+            restart,
+            Scheduled(name="AwaitingConcurrencySlot"),
+            Pending(),
+        ):
+            client.set_flow_run_state(run.id, state, force=True)
+        run_flow(restarted, flow_run=client.read_flow_run(run.id), return_type="state")
+        state = client.read_flow_run(run.id).state
+    assert state
+    assert state.type == end
