@@ -49,7 +49,7 @@ from deployments.servers.local_stack import (
 )
 from deployments.servers.work_pool import (
     POOL,
-    crash_orphaned_runs,
+    end_orphaned_runs,
     is_worker_online,
     open_pool,
     pause_pool,
@@ -163,7 +163,7 @@ def _start_all(
             starter.exit_stack.callback(server.request_stop)
         api = prefect_api(exports["PREFECT_API_URL"], exports["PREFECT_API_AUTH_STRING"])
         open_pool(api)
-        crash_orphaned_runs(api)
+        end_orphaned_runs(api)
         since = time.time()
         worker = _start_worker(starter, prefect, exports)
         starter.exit_stack.callback(pause_pool, api)

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from blocks.errors import ServiceError, reason
+from blocks.terminal import print_notice
 from deployments.servers.health import STARTUP_LIMIT_S
 
 POOL = "tinker-flows"
@@ -73,10 +74,11 @@ def pause_pool(api: httpx.Client) -> None:
         return  # the server is down and cannot start runs
 
 
-def crash_orphaned_runs(api: httpx.Client) -> None:
-    """Mark unfinished runs of the previous worker as Crashed, because they occupy concurrency slots.
+def end_orphaned_runs(api: httpx.Client) -> None:
+    """Set unfinished runs of the previous worker to Crashed, or Cancelled, because they occupy concurrency slots.
 
-    The automations restart the runs whose deployment has the restart tag.
+    The automations restart the crashed ones whose deployment has the restart tag. After Cancelling, the server accepts
+    only Cancelled.
 
     Raises:
         ServiceError: the server rejected the request or did not respond.
@@ -86,8 +88,14 @@ def crash_orphaned_runs(api: httpx.Client) -> None:
         "work_pools": {"name": {"any_": [POOL]}},
     }
     for run in _request(api, "flow_runs/filter", orphans):
-        state = {"type": "CRASHED", "name": "Crashed", "message": "The worker ended and took the run with it."}
-        _request(api, f"flow_runs/{run['id']}/set_state", {"state": state, "force": False})
+        name = "Cancelled" if run["state_type"] == "CANCELLING" else "Crashed"
+        state = {"type": name.upper(), "name": name, "message": "The worker ended and took the run with it."}
+        answer = _request(api, f"flow_runs/{run['id']}/set_state", {"state": state, "force": False})
+        if answer["status"] != "ACCEPT":
+            print_notice(
+                f"The flow run {run['name']!r} of an earlier worker is not set to {name} "
+                f"({answer['details'].get('reason')}): set its state in the Prefect UI if it has not ended."
+            )
 
 
 def is_worker_online(api: httpx.Client, worker: str, since: float) -> bool:
