@@ -1,4 +1,4 @@
-"""Defer Ctrl-C, SIGTERM and a cancel from the UI until the current step or evaluation is finished, and saved."""
+"""Defer Ctrl-C, SIGTERM, and a cancel or suspension in the UI until the current step or evaluation is saved."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 
 from blocks.terminal import print_notice
+from tasks.common.internals.prefect import FlowRunSuspensionRequest, deferred_suspension
 from tasks.common.service_errors import TRANSIENT_ERRORS
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -30,13 +31,13 @@ class RunCancelled(Exception):
 
 
 class StopRequest:
-    """Record of whether a signal or a cancel has asked the run to stop.
+    """Record of whether a signal, a cancel or a suspension has asked the run to stop.
 
     The first signal is deferred; a second one stops the process at once.
     """
 
-    def __init__(self, flow_run: FlowRun | None) -> None:
-        self._flow_run = flow_run
+    def __init__(self, flow_run: FlowRun | None, suspension: FlowRunSuspensionRequest) -> None:
+        self._flow_run, self._suspension = flow_run, suspension
         self._signal: int | None = None
         self._cancelled = False
         self._reason = "The run was cancelled; start it again to resume from its last checkpoint."
@@ -44,14 +45,14 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        return self._cancelled or self._signal is not None
+        return self._cancelled or self._signal is not None or self._suspension.is_requested()
 
     def cancel(self, reason: str) -> None:
         """Request a stop, as a cancel in the UI does."""
         self._cancelled, self._reason = True, reason
 
     def raise_if_requested(self) -> None:
-        """Raise the deferred signal, or RunCancelled after a cancel, for which a worker sends SIGTERM.
+        """Raise the deferred signal, RunCancelled after a cancel, for which a worker sends SIGTERM, or Prefect's Pause.
 
         If the program has a handler of its own for the signal, which returns, KeyboardInterrupt is raised after it.
         """
@@ -64,6 +65,7 @@ class StopRequest:
             raise KeyboardInterrupt
         if self._cancelled:
             raise RunCancelled(self._reason)
+        self._suspension.raise_if_requested()
 
     def _install_handlers(self) -> None:
         for number in SIGNALS:
@@ -137,26 +139,28 @@ def _is_restart_after_cancel(states: Sequence[State]) -> bool:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[StopRequest]:
-    """Turn Ctrl-C, SIGTERM and a cancel in the UI into a stop request within this block.
+    """Turn Ctrl-C, SIGTERM, and a cancel or a suspension in the UI into a stop request within this block.
 
     Signals reach only the main thread. If a worker started the flow run, it sends SIGTERM on a cancel. A flow run that
-    no worker started gets no signal, so a thread polls the Prefect server.
+    no worker started gets no signal, so a thread polls the Prefect server. Prefect itself notices a suspension, and
+    would raise Pause from the next task.
     """
     context = FlowRunContext.get()
     flow_run = context.flow_run if context else None
-    stop, closed = StopRequest(flow_run), threading.Event()
-    if threading.current_thread() is threading.main_thread():
-        stop._install_handlers()
-    poller = None
-    if flow_run and not flow_run.deployment_id:
-        # The context names the Prefect server; without it, Prefect would start an ephemeral one.
-        poll = partial(copy_context().run, stop._poll, closed, flow_run)
-        poller = threading.Thread(target=poll, name="stop", daemon=True)
-        poller.start()
-    try:
-        yield stop
-    finally:
-        stop._restore_handlers()
-        closed.set()
-        if poller:
-            poller.join(POLL_EVERY_S)  # bounded, because the server may not respond
+    with deferred_suspension() as suspension:
+        stop, closed = StopRequest(flow_run, suspension), threading.Event()
+        if threading.current_thread() is threading.main_thread():
+            stop._install_handlers()
+        poller = None
+        if flow_run and not flow_run.deployment_id:
+            # The context names the Prefect server; without it, Prefect would start an ephemeral one.
+            poll = partial(copy_context().run, stop._poll, closed, flow_run)
+            poller = threading.Thread(target=poll, name="stop", daemon=True)
+            poller.start()
+        try:
+            yield stop
+        finally:
+            stop._restore_handlers()
+            closed.set()
+            if poller:
+                poller.join(POLL_EVERY_S)  # bounded, because the server may not respond

@@ -123,7 +123,7 @@ def run_trials(executor: TrialExecutor, schedule: Schedule, concurrency: int) ->
     """Run all remaining trials. After a stop request, wait until the running ones have saved their state.
 
     Raises:
-        KeyboardInterrupt, TerminationSignal, RunCancelled: The sweep was stopped.
+        KeyboardInterrupt, TerminationSignal, RunCancelled, Pause: The sweep was stopped.
     """
     _replay(executor.pruning, schedule.trials)
     with deferred_interrupts() as stop:

@@ -176,7 +176,7 @@ class Trainer:
             ConfigError: There is nothing to train, or the budget does not cover the first step of a new run.
             GuardError: A step was bad, and the guard policy stops the run.
             RolledBackError: A step was bad, and the run has to resume from its last checkpoint without the step.
-            KeyboardInterrupt, TerminationSignal, RunCancelled: The run was stopped after the current step or
+            KeyboardInterrupt, TerminationSignal, RunCancelled, Pause: The run was stopped after the current step or
                 evaluation, and its weights are saved.
         """
         first, num_steps = self.first_step, self.schedule.num_steps

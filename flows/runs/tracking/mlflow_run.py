@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 from mlflow.entities import LifecycleStage, Param
 from mlflow.entities import Run as MlflowRun
 from mlflow.exceptions import MlflowException
-from prefect.exceptions import TerminationSignal
+from prefect.exceptions import Pause, TerminationSignal
 from prefect.runtime import deployment, flow_run
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
@@ -87,11 +87,14 @@ def open_mlflow_run(  # noqa: PLR0913 - all describe one MLflow run
     except (KeyboardInterrupt, TerminationSignal, RunCancelled):
         status = "KILLED"
         raise
-    except Exception as error:
+    except (Exception, Pause) as error:
+        reason = " ".join((str(error) or type(error).__name__).split())
+        if isinstance(error, Pause):
+            status, reason = "KILLED", "The flow run was suspended in Prefect; Resume continues it."
         with suppress(ServiceError, StorageError), tracking.failures():
             log.flush()
             check_writer()
-            client.set_tag(log.run_id, STOPPED_TAG, " ".join((str(error) or type(error).__name__).split()))
+            client.set_tag(log.run_id, STOPPED_TAG, reason)
         raise
     finally:
         # If the tracking store or the storage failed, raise the first error and suppress the errors of this cleanup.

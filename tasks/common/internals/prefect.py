@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 from prefect import State
-from prefect.context import SettingsContext
+from prefect._flow_run_suspension import FlowRunSuspensionRequest
+from prefect.context import FlowRunContext, SettingsContext
 from prefect.events.worker import EventsWorker
 from pydantic import PrivateAttr
 
@@ -20,6 +21,17 @@ def state_error(state: State[Any]) -> object:
     """Return the exception of a state if it failed, and its result otherwise, also on a running event loop."""
     # Without the flag, the result is a coroutine if a loop is running.
     return state.result(raise_on_failure=False, _sync=True)  # pyright: ignore[reportCallIssue]
+
+
+@contextmanager
+def deferred_suspension() -> Iterator[FlowRunSuspensionRequest]:
+    """Yield the request to suspend the current flow run; it stops no task that starts in this block."""
+    context = FlowRunContext.get()
+    if context is None:
+        yield FlowRunSuspensionRequest()
+        return
+    with context.model_copy(update={"flow_run_suspension_request": FlowRunSuspensionRequest()}):
+        yield context.flow_run_suspension_request
 
 
 class _SerializedSettings(SettingsContext):

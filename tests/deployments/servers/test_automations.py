@@ -34,7 +34,7 @@ from prefect.exceptions import Pause
 from prefect.flow_engine import run_flow
 from prefect.flow_runs import suspend_flow_run
 from prefect.server.utilities.user_templates import render_user_template_sync
-from prefect.states import Cancelling
+from prefect.states import Cancelling, Suspended
 from pydantic import SecretStr
 from sft_config import sft_fields
 from waiting import wait_for
@@ -156,22 +156,34 @@ def test_a_crashed_deployment_run_restarts_and_resumes(tmp_path: Path, prefect_s
 
 
 @pytest.mark.slow
-def test_a_cancelled_deployment_run_saves_its_current_step(
+def test_a_suspended_and_a_cancelled_deployment_run_save_their_current_step(
     tmp_path: Path, prefect_server: str, engine_url: str
 ) -> None:
     install(restart_automation())
     run_name = "cancelled-on-a-worker"
+    mlflow = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+
+    def saved_step() -> float | None:
+        """Return the step of the last checkpoint if the run has stopped there."""
+        runs = mlflow.search_runs(["1"], "status = 'KILLED'")
+        assert all(checkpoints(tmp_path, run_name)[-1]["step"] == of.data.metrics["progress/batch"] + 1 for of in runs)
+        return checkpoints(tmp_path, run_name)[-1]["step"] if runs else None
+
     with served_run(prefect_server, fields(tmp_path, run_name, engine_url) | {"num_steps": 999}):
         run = flow_run(run_name)
         assert run is not None
         with get_client(sync_client=True) as client:
+            client.set_flow_run_state(run.id, Suspended(timeout_seconds=300), force=True)
+            step = wait_for(saved_step, "the suspended run", 60)
+            time.sleep(2.0)  # until its process has ended
+            client.resume_flow_run(run.id)
+            wait_for(lambda: checkpoints(tmp_path, run_name)[-1]["step"] > step, "a checkpoint after it", 120)
             client.set_flow_run_state(run.id, Cancelling())
         wait_for(lambda: (r := flow_run(run_name)) and r.state and r.state.is_cancelled(), "CANCELLED", 60)
         with get_client(sync_client=True) as client:
             states = client.read_flow_run_states(run.id)
     assert "Crashed" not in [state.name for state in states]  # which the automation would restart
-    (killed,) = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}").search_runs(["1"], "status = 'KILLED'")
-    assert checkpoints(tmp_path, run_name)[-1]["step"] == killed.data.metrics["progress/batch"] + 1
+    assert saved_step()
 
 
 @contextmanager

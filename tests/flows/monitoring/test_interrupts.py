@@ -15,16 +15,18 @@ from chaos.proxy import Proxies, Proxy
 from chaos.schedule import Fault
 from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.exceptions import TerminationSignal
+from prefect.exceptions import Pause, TerminationSignal
+from prefect.flow_engine import run_flow
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
-from prefect.states import Cancelling
+from prefect.states import Cancelling, Suspended
 from waiting import wait_for
 
 from blocks.servers.processes import free_port
 from flows.monitoring import interrupts
 from flows.monitoring.drain import deliver_events
 from flows.monitoring.interrupts import RunCancelled, deferred_interrupts
+from tasks.common.task import step_task
 
 
 @contextmanager
@@ -78,6 +80,37 @@ def test_sigterm_of_a_worker_ends_a_cancelled_run_as_cancelled(
 
     calls_a_stage(return_state=True)
     assert raised == [error]
+
+
+def test_a_suspended_run_finishes_its_step(prefect_server: str) -> None:
+    """Prefect would raise Pause from the next task, in the middle of a step."""
+    steps: list[int] = []
+
+    @step_task(name="of-a-step")
+    def of_a_step(number: int) -> None:
+        steps.append(number)
+
+    @flow(name="suspended")
+    def suspended() -> None:
+        with deferred_interrupts() as stop:
+            of_a_step(0)
+            assert not stop.requested
+            with get_client(sync_client=True) as client:
+                client.set_flow_run_state(UUID(flow_run.get_id()), Suspended(timeout_seconds=60), force=True)
+            wait_for(lambda: stop.requested, "the request to stop")
+            of_a_step(1)
+            of_a_step.submit(2).result()
+            stop.raise_if_requested()
+
+    with get_client(sync_client=True) as client:
+        deployment = client.create_deployment(client.create_flow(suspended), "suspended")
+        run = client.create_flow_run_from_deployment(deployment)
+        with pytest.raises(Pause):
+            run_flow(suspended, flow_run=run)
+        state = client.read_flow_run(run.id).state
+    assert steps == [0, 1, 2]
+    assert state
+    assert state.name == "Suspended"
 
 
 @pytest.mark.parametrize("action", ["garbage", "500 after"])

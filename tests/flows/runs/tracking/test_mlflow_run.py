@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
-from prefect.exceptions import TerminationSignal
+from prefect.exceptions import Pause, TerminationSignal
 
 from blocks import MLflowTracking
 from blocks.errors import ServiceError
@@ -34,6 +34,7 @@ def status_of(tracking: MLflowTracking, run_id: str) -> str:
         (KeyboardInterrupt(), "KILLED"),
         (TerminationSignal(signal=15), "KILLED"),
         (RunCancelled("cancelled"), "KILLED"),
+        (Pause(), "KILLED"),
         (ValueError("no data"), "FAILED"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else value,
@@ -55,7 +56,8 @@ def test_an_error_ends_the_run_with_its_status_and_keeps_its_metrics(
     (run_id,) = run_ids
     assert status_of(tracking, run_id) == status
     tags = MlflowClient(tracking.resolved_uri).get_run(run_id).data.tags
-    assert tags.get(STOPPED_TAG, "") == ("no data" if status == "FAILED" else "")
+    reasons = {Pause: "The flow run was suspended in Prefect; Resume continues it.", ValueError: "no data"}
+    assert tags.get(STOPPED_TAG) == reasons.get(type(error))
     history = MlflowClient(tracking.resolved_uri).get_metric_history(run_id, "loss/total")
     assert [point.value for point in history] == [1.5]
 
