@@ -41,6 +41,7 @@ from flows.training.trainer import Trainer
 from objectives.batch import TOPK
 from objectives.config.aliases import renamed_attribute
 from objectives.objective import Objective
+from objectives.terms.token.divergence import READS_DISTRIBUTION
 from tasks.common.builders import build
 from tasks.common.renderers import renderer_name_of
 from tasks.common.sampling import open_renderer
@@ -117,6 +118,8 @@ def _run(
         can_sample = isinstance(config, TeacherTargetsConfig) and config.candidates != "off"
         objective.check_needs(inputs, can_sample=can_sample)
         _check_base(objective, on_policy="advantages" in inputs)
+        if isinstance(config, OffPolicyConfig | PromptConfig):
+            check_targets(objective, config)
 
         def attempt(restarts: Sequence[str]) -> TrainResult:
             with open_run(config, restarts, config.adapter) as run, closing(_open_watch(config, run)) as hangs:
@@ -139,6 +142,25 @@ def _check_base(objective: Objective, *, on_policy: bool) -> None:
             "objective.base_loss is cross_entropy, which would imitate the student's own samples: use "
             "importance_sampling, ppo or another loss that reads advantages, or set top_k."
         )
+
+
+def check_targets(objective: Objective, config: OffPolicyConfig | PromptConfig) -> None:
+    """Check that no term reads the weights of targets that a teacher draws as a distribution; see `TeacherSequence`.
+
+    Raises:
+        ConfigError: a term or the base loss does.
+    """
+    draws = config.rollout.is_plain and any(dataset.environment for dataset in teacher_datasets(config))
+    if not (config.top_k and draws):
+        return
+    for term in filter(None, (objective.base, *objective.regularizers)):
+        if term.term.name in READS_DISTRIBUTION:
+            raise ConfigError(
+                f"The term {term.term.name} reads the weights of a position as the teacher's distribution, which the "
+                "weights of completions that the teacher samples are only on average: use cross_entropy, train on the "
+                "student's own samples with on_policy_distillation or self_distillation, or let the teacher score "
+                "given sequences (`data` of off_policy_distillation)."
+            )
 
 
 def _open_watch(config: DistillConfig, run: Run) -> HangWatch:

@@ -251,6 +251,11 @@ class RolloutConfig(Config):
             oversampling_factor=self.oversampling_factor,
         )
 
+    @property
+    def is_plain(self) -> bool:
+        """True if the samples follow the model's own distribution."""
+        return self.distribution().is_plain and self.completer is None
+
     def distribution(self) -> SamplingDistribution:
         """Return the distribution that rollouts are sampled from."""
         return SamplingDistribution(self.temperature, self.top_k, self.top_p, self.num_candidates, self.logprobs)

@@ -14,13 +14,21 @@ from mlflow import MlflowClient
 from rl_config import rl_fields
 
 from blocks import RunStorage
+from blocks.errors import ConfigError
 from deployments.methods import config_type_of, flow_of
 from flows import distill
 from flows.config.distill import OffPolicyConfig, OnPolicyConfig, PromptConfig, SelfConfig
 from flows.config.rollout import RolloutConfig
-from flows.distill import off_policy_distillation, on_policy_distillation, prompt_distillation, self_distillation
+from flows.distill import (
+    check_targets,
+    off_policy_distillation,
+    on_policy_distillation,
+    prompt_distillation,
+    self_distillation,
+)
 from flows.runs.result import TrainResult
 from flows.runs.teachers import TEACHERS
+from objectives.objective import Objective
 from tasks.distillation.teacher_data import TAUGHT_NAME
 from tasks.rl.health import HealthLimits
 from tasks.training.held_out import read_batch_values
@@ -140,6 +148,43 @@ def test_contradicting_targets_are_rejected(tmp_path: Path, changes: dict[str, A
     fields = distill_fields(tmp_path, "wrong", "") | {"datasets": [{"environment": {"builder": "a:b"}}]}
     with pytest.raises(ValueError, match=message):
         OnPolicyConfig.model_validate(fields | changes)
+
+
+TEACHER_SAMPLES, GIVEN = {"environment": {"builder": "a:b"}}, {"data": {"builder": "a:b"}}
+REVERSE = {"base_loss": "teacher_reverse_kl_topk"}
+
+
+@pytest.mark.parametrize("dataset", [TEACHER_SAMPLES, GIVEN], ids=["sampled", "given"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"rollout": {"temperature": 0.5}}, {"rollout": {"completer": {"builder": "a:b"}}}]
+)
+@pytest.mark.parametrize(
+    "objective",
+    [
+        REVERSE,
+        {"regularizers": [{"name": "watched", "fn": "label_divergence_topk", "weight": 0}]},
+        {"regularizers": [{"name": "negative_entropy_topk"}]},
+    ],
+)
+def test_weights_of_sampled_targets_are_not_read_as_a_distribution(
+    tmp_path: Path, objective: dict[str, Any], changes: dict[str, Any], dataset: dict[str, Any]
+) -> None:
+    fields = distill_fields(tmp_path, "sampled", "") | {"top_k": 3, "objective": objective, **changes}
+    config = OffPolicyConfig.model_validate(fields | {"datasets": [GIVEN, dataset]})
+    bound = Objective.from_spec(config.objective)
+    name = (bound.base or bound.regularizers[0]).term.name
+    if dataset == TEACHER_SAMPLES and not changes and name != "negative_entropy_topk":
+        with pytest.raises(ConfigError, match=f"The term {name} reads .* only on average: use cross_entropy"):
+            check_targets(bound, config)
+    else:
+        check_targets(bound, config)
+
+
+def test_a_run_checks_how_its_terms_read_the_targets(tmp_path: Path) -> None:
+    fields = distill_fields(tmp_path, "sampled", "") | {"top_k": 3, "objective": REVERSE, "prompt": PROMPT}
+    config = PromptConfig.model_validate(fields | {"questions": {"path": "questions.jsonl"}})
+    with pytest.raises(ConfigError, match="The term teacher_reverse_kl_topk reads"):
+        prompt_distillation.fn(config)
 
 
 def test_prompted_completions_are_cached_and_learned(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:

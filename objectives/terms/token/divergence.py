@@ -15,6 +15,9 @@ from objectives.terms.token.entropy import append_rest
 
 Divergence = Literal["reverse", "forward", "symmetric", "jensen_shannon"]
 
+READS_DISTRIBUTION = ("label_divergence_topk", "teacher_reverse_kl_topk")
+"""Terms for which the weights of a position are a distribution, up to a factor, and not only on average."""
+
 
 @regularizer("divergence_topk", needs=("topk_logprobs", "ref_logprobs"))
 def divergence_topk(
