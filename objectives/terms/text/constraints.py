@@ -82,7 +82,7 @@ def parse_constraints(text: str, context: z3.Context) -> list[Constraint]:
     """
     _check_text(text)
     try:
-        assertions: Any = z3.parse_smt2_string(text, ctx=context)
+        assertions: Any = z3.parse_smt2_string(_TOKEN.sub(_escape, text), ctx=context)
     except z3.Z3Exception as error:
         reason = error.args[0] if error.args else ""
         reason = reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)
@@ -242,6 +242,13 @@ def _check_text(text: str) -> None:
                 raise ObjectiveError(f"they are nested deeper than {MAX_DEPTH} parentheses; flatten them")
         elif token == ")":
             depth -= 1
+
+
+def _escape(token: re.Match[str]) -> str:
+    """Return a token, in a text with escapes for characters beyond ASCII, because Z3 reads each byte as a character."""
+    if not token[0].startswith('"'):
+        return token[0]
+    return re.sub(r"[^\x00-\x7f]", lambda character: f"\\u{{{ord(character[0]):x}}}", token[0])
 
 
 def _measure(root: Expression, seen: dict[int, tuple[int, dict[str, Expression]]]) -> tuple[int, dict[str, Expression]]:

@@ -73,6 +73,14 @@ def test_a_constraint_on_stated_values(constraint, values, violated):
     assert check(f"{names}(assert {constraint})", values) == Checked(violated, 1 - violated, 0, 0)
 
 
+@pytest.mark.parametrize("value", ["Zürich", "東京", 'the "é"', "\U0001f600", "\U000e0001"])
+def test_texts_beyond_ascii_are_read_as_written(value):
+    literal = '"' + value.replace('"', '""') + '"'
+    text = f'; é | "\n(declare-const |größe| Int)(declare-const s String)(assert (= s {literal}))(assert (> |größe| 2))'
+    assert check(text, {"s": value, "größe": 3}) == Checked(0, 2, 0, 0)
+    assert check(text, {"s": value.encode().decode("latin1"), "größe": 2}) == Checked(2, 0, 0, 0)
+
+
 ATOMS = st.builds(
     lambda names, operator, shift: f"({operator} {names[0]} (+ {names[1]} {shift}))",
     st.sampled_from(["ab", "bc", "ca"]),
