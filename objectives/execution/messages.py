@@ -53,7 +53,7 @@ def encode(message: object) -> bytes:
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, Tensor):
-            return _tensor, (np.ascontiguousarray(obj.detach().cpu().numpy()),)
+            return _tensor, (np.asarray(obj.detach().cpu().numpy(), order="C"),)
         return NotImplemented
 
 
