@@ -12,9 +12,9 @@ from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
-from objectives.errors import ExecutionError, ObjectiveError
+from objectives.errors import ExecutionError
 from objectives.execution.messages import receive, send
 from objectives.term import OnError, Regularizer, Term, definition_of
 from objectives.term_weights.targets import TargetSpec
@@ -71,7 +71,7 @@ class TermProcess:
             too_late = "it took longer than its timeout_s of {:g} s, and its process was killed"
             succeeded, answer = self._receive(regularizer.timeout_s, too_late)
         if not succeeded:
-            raise ObjectiveError(answer)
+            raise answer
         return answer
 
     def close(self) -> None:
@@ -98,12 +98,12 @@ class TermProcess:
             send(self._connection, (self._module, self._name))
         except OSError as error:
             raise self._ended() from error
-        succeeded, why_not = self._receive(START_S, "its process took longer than {:g} s to start and was killed")
+        succeeded, error = self._receive(START_S, "its process took longer than {:g} s to start and was killed")
         if not succeeded:
             self._kill()
-            raise ExecutionError(why_not)
+            raise error
 
-    def _receive(self, timeout_s: float | None, too_late: str) -> tuple[bool, object]:
+    def _receive(self, timeout_s: float | None, too_late: str) -> tuple[bool, Any]:
         try:
             if not self._connection.poll(timeout_s):
                 self._kill()

@@ -42,7 +42,7 @@ def load_term(module: str, name: str) -> Term:
 def respond(
     term: Term, doing: str, fields: SentFields, arguments: Sequence[object], deliver: Callable[[object], T]
 ) -> T:
-    """Run a call and deliver ``(True, result)``, or ``(False, message)`` if the call fails.
+    """Run a call and deliver ``(True, result)``, or ``(False, error)`` if the call fails.
 
     Returns:
         The result of `deliver`.
@@ -54,14 +54,14 @@ def respond(
     try:
         answer = (True, worker_runner().call(doing, regularizer, *arguments))
     except ObjectiveError as error:
-        answer = (False, str(error))
+        answer = (False, error)
     try:
         return deliver(answer)
     except OSError:
         raise
     except Exception as error:  # noqa: BLE001  # pickling a user's object can raise anything
         reason = ObjectiveError(f"its result cannot be pickled ({error}); return plain data")
-        return deliver((False, str(failure(regularizer, doing, reason))))
+        return deliver((False, failure(regularizer, doing, reason)))
 
 
 @cache

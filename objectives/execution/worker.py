@@ -18,7 +18,7 @@ def serve(connection: Connection) -> None:
     try:
         term = load_term(module, name)
     except ObjectiveError as error:
-        send(connection, (False, str(error)))
+        send(connection, (False, error))
         return
     send(connection, (True, None))
     while True:

@@ -20,6 +20,7 @@ import torch
 from ragged_batches import make_batch
 
 from objectives import Evaluation, Objective, ObjectiveError, evaluate_term, prepare_features, regularizer
+from objectives.errors import NotFiniteError
 
 pytestmark = pytest.mark.process
 
@@ -134,16 +135,21 @@ def test_a_blocked_loop_is_abandoned_and_replaced():
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize(
-    ("fn", "message"),
-    [("raises", "KeyError: 'colour'"), ("nan", "nan"), ("shape", "shape (3,)")],
+    ("fn", "kind", "expected"),
+    [
+        ("raises", ObjectiveError, "KeyError: 'colour'"),
+        ("nan", NotFiniteError, "nan"),
+        ("shape", ObjectiveError, "shape (3,)"),
+    ],
 )
-def test_failures_have_the_same_message_in_every_execution(objective, execution, fn, message):
+def test_failures_have_the_same_type_and_message_in_every_execution(objective, execution, fn, kind, expected):
     batch, outputs = make_batch([2, 2])
     with pytest.raises(ObjectiveError) as refused:
         run(objective, bind(fn, execution), batch, outputs)
+    assert type(refused.value) is kind  # guards.not_finite catches only its own type
     message = str(refused.value)
     assert f"'{fn}-{execution}'" in message
-    assert message in message
+    assert expected in message
     assert message.endswith(".")
     assert "\n" not in message
 
