@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import TypeVar
 
 from objectives.errors import ExecutionError
@@ -24,7 +25,7 @@ class LimitedThreads:
         self._abandoned: dict[str, list[threading.Thread]] = {}
 
     def run(self, caller: str, function: Callable[[], T], timeout_s: float) -> T:
-        """Call a function and return its result.
+        """Call a function with the caller's context variables and return its result.
 
         Raises:
             ExecutionError: the time limit was exceeded, or the caller's abandoned thread is still running.
@@ -40,7 +41,7 @@ class LimitedThreads:
                 outcome.put((None, error))
 
         # A daemon thread does not keep the process alive.
-        thread = threading.Thread(target=work, name=f"term-{caller}", daemon=True)
+        thread = threading.Thread(target=copy_context().run, args=[work], name=f"term-{caller}", daemon=True)
         thread.start()
         try:
             value, error = outcome.get(timeout=timeout_s)

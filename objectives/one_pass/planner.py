@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 from weakref import WeakKeyDictionary
@@ -131,9 +133,12 @@ class OnePass:
         return self._uploaded[key]
 
     def map_result(self, pending: ApiFuture[T], function: Callable[[T], U]) -> ApiFuture[U]:
-        """Return an SDK future of ``function(pending.result())``, computed in a thread when the result arrives."""
+        """Return an SDK future of ``function(pending.result())``, computed in a thread when the result arrives.
+
+        The thread has the context variables of the caller.
+        """
         # A single thread keeps the order of steps, on which the objective's state depends.
-        mapped = map_future(pending, function, self._thread.submit)
+        mapped = map_future(pending, function, partial(self._thread.submit, copy_context().run))
         self._last = mapped.future()
         return mapped
 

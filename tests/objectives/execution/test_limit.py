@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import threading
+from contextvars import ContextVar, copy_context
 
 import pytest
 
 from objectives.errors import ExecutionError
 from objectives.execution.limit import LimitedThreads
+
+COLOUR: ContextVar[str] = ContextVar("colour")
+
+
+def test_a_limited_function_reads_the_context_of_its_caller() -> None:
+    """Prefect's `get_run_logger` is such a function."""
+
+    def call() -> str:
+        COLOUR.set("blue")
+        return LimitedThreads().run("term", COLOUR.get, 60.0)
+
+    assert copy_context().run(call) == "blue"
 
 
 def test_a_caller_waits_for_all_of_its_abandoned_threads() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 import pytest
@@ -136,15 +137,27 @@ def test_a_named_loss_is_not_uploaded(engine: EngineProcess, engine_url: str) ->
         assert one_pass.objective.passes == 1
 
 
+CALLER: ContextVar[int] = ContextVar("caller", default=0)
+
+
 @regularizer("test_one_pass_monitor", kind="monitor")
 def monitor(outputs, batch):
-    return {"least": outputs.logprobs_DT.min()}
+    return {"least": outputs.logprobs_DT.min(), "caller": CALLER.get()}
 
 
-def test_a_monitor_is_computed_from_the_result(service: tinker.ServiceClient) -> None:
+def test_a_monitor_is_computed_from_the_result_in_the_context_of_the_caller(
+    service: tinker.ServiceClient,
+) -> None:
     objective = Objective(regularizers=[{"name": "sparsity"}, {"fn": monitor}], backend="server")
-    metrics, _ = run(new_client(service), OnePass(objective, service), num_steps=1)
-    assert metrics[0]["term/test_one_pass_monitor/least"] < 0
+
+    def train() -> dict[str, float]:
+        CALLER.set(7)
+        (metrics,), _ = run(new_client(service), OnePass(objective, service), num_steps=1)
+        return metrics
+
+    metrics = copy_context().run(train)
+    assert metrics["term/test_one_pass_monitor/least"] < 0
+    assert metrics["term/test_one_pass_monitor/caller"] == 7
 
 
 @pytest.mark.parametrize(
