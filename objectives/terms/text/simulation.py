@@ -40,9 +40,11 @@ def _check_scorer(scorer: str | tuple[str, ...]) -> str | tuple[str, ...]:
 
 Scorer = Annotated[Command | ImportPath | CommandName, AfterValidator(_check_scorer)]
 
-# Run a Python scorer in one process per text, like a command, so that a hang or crash stays isolated.
+# Run a Python scorer in one process per text, like a command, so that a hang or crash stays isolated. It has the import
+# path of this process as arguments, because a PYTHONPATH would also reach the programs that a scorer starts.
 _CALL = """
 import functools, importlib, sys
+sys.path[:0] = sys.argv[2:]
 module, name = sys.argv[1].split(":")
 function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
 print(float(function(sys.stdin.read())))
@@ -57,7 +59,7 @@ def run_simulations(
     workers: Annotated[int, Field(ge=1, le=64)] = 4,
 ) -> list[float | None]:
     """Score each datum's text; None if the scorer timed out."""
-    command = (sys.executable, "-c", _CALL, scorer) if isinstance(scorer, str) else scorer
+    command = (sys.executable, "-c", _CALL, scorer, *sys.path) if isinstance(scorer, str) else scorer
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(partial(_score, command, timeout_s), get_texts(batch)))
 

@@ -33,7 +33,7 @@ def test_a_command_scores_each_text():
 
 def test_a_function_scores_each_text(tmp_path, monkeypatch):
     (tmp_path / "my_simulator.py").write_text("class Of:\n    length = len\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     batch, _ = make_batch([1, 1], texts=["four", ""])
     assert prepare_features(bind("simulation", params={"scorer": "my_simulator:Of.length"}), batch) == [4.0, 0.0]
 
