@@ -31,6 +31,9 @@ from objectives.torch_internals import count_changes
 # Characters that MLflow allows, and a length that leaves room for the prefix with the term's name.
 SKIP_HINT = " (set on_error='skip' to continue without it)"
 _METRIC = re.compile(r"[\w./ -]{1,100}", re.ASCII)
+# First and last logprob of spreads over the usual and over all probabilities. Both orders: a margin can be met, and
+# flat, in one order, but not in the other. Equal ones also exceed the limit of a mean.
+_PROBES = ((-0.01, -10.0), (-10.0, -0.01), (-1e-4, -100.0), (-100.0, -1e-4), (-1e-4, -1e-4), (-100.0, -100.0))
 
 
 # Folders whose code is not the user's: the standard library, and the callers of terms.
@@ -234,14 +237,15 @@ def estimator_of(regularizer: Regularizer, batch: Batch) -> str:
 
 
 def _reject_constant(regularizer: Regularizer, outputs: Outputs, batch: Batch) -> None:
-    """Reject a term without gradient at the current logprobs and at logprobs spread over the usual range.
+    """Reject a term without gradient at the current logprobs and at those of `_PROBES`.
 
     Zero gradient at one point is valid: a KL divergence has zero gradient while the policy equals its reference.
     """
-    spread_DT = -torch.linspace(0.01, 10.0, outputs.logprobs_DT.numel()).to(outputs.logprobs_DT)
-    spread_DT = spread_DT.reshape_as(outputs.logprobs_DT)
-    # Both orders: a margin can be met, and flat, in one order, but not in the other.
-    candidates = (replace(outputs, logprobs_DT=logprobs_DT) for logprobs_DT in (spread_DT, spread_DT.flip(0)))
+    logprobs_DT = outputs.logprobs_DT
+    candidates = (
+        replace(outputs, logprobs_DT=torch.linspace(*ends, logprobs_DT.numel()).to(logprobs_DT).reshape_as(logprobs_DT))
+        for ends in _PROBES
+    )
     if not any(_differentiate(regularizer, candidate, batch)[1].any() for candidate in candidates):
         raise ObjectiveError(
             f"Term {regularizer.name!r} is declared differentiable, but its value does not depend on the "

@@ -193,6 +193,26 @@ def test_a_term_that_is_flat_at_one_point_only_is_accepted():
     assert evaluate(bind(kl), outputs, batch).gradient_DT.tolist() == [0.0] * 3
 
 
+@pytest.mark.parametrize("lengths", [[1], [3, 2]])
+@pytest.mark.parametrize(
+    "hinge",
+    [
+        lambda logprobs: (-logprobs - 12).relu(),
+        lambda logprobs: (logprobs.exp() - 0.995).relu(),
+        lambda logprobs: (-logprobs.mean() - 60).relu() + 0 * logprobs,
+        lambda logprobs: (logprobs.exp().mean() - 0.995).relu() + 0 * logprobs,
+    ],
+)
+def test_a_hinge_far_from_the_logprobs_is_accepted(hinge, lengths):
+    @regularizer("test_hinge")
+    def term(outputs, batch):
+        return hinge(outputs.logprobs_DT)
+
+    batch, outputs = make_batch(lengths)
+    outputs = replace(outputs, logprobs_DT=-1 - 0.1 * torch.rand_like(outputs.logprobs_DT))
+    assert not evaluate(bind(term), outputs, batch).gradient_DT.any()
+
+
 def raising():
     raise RuntimeError("no connection\nto the knowledge base.")
 
