@@ -151,7 +151,16 @@ def test_an_invalid_tracking_uri_is_named_immediately(tmp_path: Path, uri: str, 
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("module", ["flows.runs.cli", "tasks.training.tracking.metrics", "deployments.status"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "flows.runs.cli",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("tasks.training.tracking.metrics", "deployments.status")
+        ),
+    ],
+)
 def test_mlflow_changes_no_environment_variable_in_a_thread(module: str) -> None:
     """Its telemetry would; MLflow disables that by itself where tests or CI run, so their variables are left out."""
     program = f"import {module}, mlflow, os; print(os.environ.get('_MLFLOW_TELEMETRY_SESSION_ID'))"

@@ -343,6 +343,7 @@ def train_and_save(trainer: tinker.TrainingClient, batch: list[types.Datum]) -> 
     return loss
 
 
+@pytest.mark.slow
 def test_engine_that_cannot_start_stops_all(tmp_path: Path) -> None:
     with start_engine(tmp_path / "front", arguments=["--device", "cpu", "--device", "nothing"]) as process:
         assert process.wait(timeout=60) == 1

@@ -104,8 +104,14 @@ def test_a_stopped_run_has_paid_for_all_its_rollouts(
         assert result.metrics["cost/num_sample_tokens"] == sampled <= usd
 
 
-@pytest.mark.parametrize("method", ["rl", "on_policy"])
-@pytest.mark.parametrize("max_tokens", [1, 6])
+@pytest.mark.parametrize(
+    ("method", "max_tokens"),
+    [
+        ("rl", 6),
+        ("on_policy", 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("rl", 1), ("on_policy", 6))),
+    ],
+)
 def test_costs(method: str, max_tokens: int, tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
     config = config_of(method, tmp_path, mlflow_uri, engine_url, rollout={"max_tokens": max_tokens})
     expected = estimate_rollouts(config)

@@ -113,7 +113,7 @@ def test_a_suspended_run_finishes_its_step(prefect_server: str) -> None:
     assert state.name == "Suspended"
 
 
-@pytest.mark.parametrize("action", ["garbage", "500 after"])
+@pytest.mark.parametrize("action", ["garbage", pytest.param("500 after", marks=pytest.mark.slow)])
 def test_cancel_is_noticed_after_a_failed_request(
     prefect_server: str, monkeypatch: pytest.MonkeyPatch, action: str
 ) -> None:

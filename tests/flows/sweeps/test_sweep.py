@@ -332,6 +332,7 @@ def wait_for(seen: Any, process: subprocess.Popen[Any]) -> None:
     raise AssertionError(f"it ended with {process.poll()}, or took too long")
 
 
+@pytest.mark.slow
 def test_layers_that_get_an_adapter_are_dimensions(
     folder: Path, engine: EngineProcess, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,6 +148,7 @@ assert issubclass(auto_factory.add_generation_mixin_to_remote_model(Remote), Gen
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_models_with_code_of_their_own_can_generate() -> None:
     subprocess.run([sys.executable, "-c", COMPLETE_MODEL], check=True, timeout=120)
