@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tinker
@@ -17,19 +18,36 @@ from tasks.common.task import Pending, retried_task, submit
 from tasks.training.batch_source import BatchSource
 from tasks.training.datums import pack_datums
 
+# Datums that are compared between two reads. A random choice with two outcomes per datum, such as the order of two
+# answers, is equal in both with the probability 2 ** -64.
+_NUM_COMPARED = 64
+
 
 class SupervisedSource(BatchSource):
     """Source of supervised batches."""
 
     def __init__(
-        self, train: SupervisedDataset, test: SupervisedDataset | None, tokenizer: Tokenizer, seed: int
+        self,
+        train: SupervisedDataset,
+        test: SupervisedDataset | None,
+        tokenizer: Tokenizer,
+        seed: int,
+        reopen: Callable[[], SupervisedDataset] | None = None,
     ) -> None:
+        """Check that the training data has a batch.
+
+        Args:
+            reopen: opens the training data anew, for data whose batches depend on the batches read before. Each batch
+                is then read after all earlier ones, as in tinker-cookbook's loop. None for other data.
+        """
         super().__init__()
         with data_errors("The training data"):
             num_batches = len(train)
         if num_batches == 0:
             raise ConfigError("The training data has no full batch: add rows or reduce batch_size.")
         self.train, self.test, self.tokenizer, self.seed = train, test, tokenizer, seed
+        self._reopen = reopen
+        self._next: int | None = None  # step whose batch follows those read since the data was opened anew
         self._epoch: int | None = None
         self._token_counts: dict[int, int] = {}
         self._last: tuple[int, Batch] | None = None
@@ -85,7 +103,41 @@ class SupervisedSource(BatchSource):
     def token_counts(self) -> Mapping[int, int]:
         return self._token_counts
 
+    def depends_on_order(self) -> bool:
+        """Return whether the first batches of the seed differ when they are read again; a stream is not checked."""
+        if isinstance(self.train, StreamingSupervisedDatasetFromHFDataset):
+            return False
+        first = self._first_datums()
+        num_reads = math.ceil(_NUM_COMPARED / max(len(first), 1))
+        return any(self._first_datums() != first for _ in range(num_reads))
+
+    def _first_datums(self) -> list[tuple[tinker.ModelInput, dict[str, object]]]:
+        """Read the contents of the first batches of the first epoch, up to `_NUM_COMPARED` datums or batches."""
+        datums: list[tinker.Datum] = []
+        for step in range(min(len(self.train), _NUM_COMPARED)):
+            datums += self._get(step)
+            if len(datums) >= _NUM_COMPARED:
+                break
+        self._epoch = None
+        # The equality of `TensorData` is that of objects.
+        return [
+            (datum.model_input, {name: tensor.tolist() for name, tensor in datum.loss_fn_inputs.items()})
+            for datum in datums
+        ]
+
     def _read(self, step: int) -> list[tinker.Datum]:
+        if self._reopen is None:
+            return self._get(step)
+        first, self._next = self._next, None  # a read that fails may have changed the dataset
+        if first is None or step < first:
+            self.train, self._epoch, first = self._reopen(), None, 0
+        for earlier in range(first, step):
+            self._get(earlier)
+        datums = self._get(step)
+        self._next = step + 1
+        return datums
+
+    def _get(self, step: int) -> list[tinker.Datum]:
         epoch, index = divmod(step, len(self.train))
         with data_errors(f"Batch {index} of epoch {epoch}"):
             if epoch != self._epoch:
@@ -100,6 +152,20 @@ def _has_weight(datum: tinker.Datum) -> bool:
     return weights is None or any(weights.data)
 
 
+class _ReadDataset(SupervisedDataset):
+    """Dataset whose batches are read when it is constructed."""
+
+    def __init__(self, dataset: SupervisedDataset) -> None:
+        with data_errors("The held-out data"):
+            self._batches = [dataset.get_batch(index) for index in range(len(dataset))]
+
+    def get_batch(self, index: int) -> list[tinker.Datum]:
+        return self._batches[index]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
 def build_dataset(
     builder: str,
     params: Mapping[str, Any],
@@ -109,14 +175,27 @@ def build_dataset(
 ) -> SupervisedSource:
     """Construct a `SupervisedDatasetBuilder` by import path and call it.
 
+    If its batches depend on the batches read before, as with a random generator that all rows share, it is called again
+    for each pass over the data.
+
     Args:
         resources: open resources of the run for builders with matching parameters; see `build`.
 
     Raises:
         ConfigError: the builder does not exist, rejects its parameters, cannot read its data or has no full batch.
     """
-    train, test = build("data", builder, params, tokenizer, lambda instance: instance(), resources)
-    return SupervisedSource(train, test, tokenizer, seed)
+
+    def open_data() -> tuple[SupervisedDataset, SupervisedDataset | None]:
+        return build("data", builder, params, tokenizer, lambda instance: instance(), resources)
+
+    def open_in_order() -> tuple[SupervisedDataset, SupervisedDataset | None]:
+        train, test = open_data()
+        return train, None if test is None else _ReadDataset(test)  # tinker-cookbook reads the held-out data first
+
+    source = SupervisedSource(*open_data(), tokenizer, seed)
+    if not source.depends_on_order():
+        return source
+    return SupervisedSource(*open_in_order(), tokenizer, seed, lambda: open_in_order()[0])
 
 
 @retried_task(name="batch", task_run_name="batch-{step}")

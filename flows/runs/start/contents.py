@@ -135,7 +135,8 @@ def open_contents(
     if contents.last_batch and isinstance(source, RepeatableSource):
         last_step, digest = contents.last_batch
         if _digest_step([source.batch_at(last_step)]) != digest:
-            changed.setdefault("data", []).append(f"the batch of step {last_step}")
+            cause = "" if "data" in changed else ", which its source may draw at random, without a seed"
+            changed.setdefault("data", []).append(f"the batch of step {last_step}{cause}")
     _check(run, config, step, changed)
     versions: Mapping[str, str] = recorded.get("versions", {})
     if changes := [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 
 from flows.config.train import SftConfig
 from flows.sft import sft
+from tasks.common.builders import build
 from tasks.supervised.dataset import build_dataset
 
 pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
@@ -97,6 +99,43 @@ def test_batches_are_a_function_of_the_step(conversations: Path, engine_url: str
             assert [d.loss_fn_inputs["target_tokens"].tolist() for d in ours] == [
                 d.loss_fn_inputs["target_tokens"].tolist() for d in theirs.get_batch(index)
             ]
+
+
+def test_comparisons_in_random_order(engine_url: str) -> None:
+    """A random generator that all rows share gives each step, and the held-out data, the order of the cookbook's loop.
+
+    Its loop reads the held-out data first; the order of the answers of a row depends on the number of rows read before.
+    """
+    service = tinker.ServiceClient(base_url=engine_url, api_key="tml-test")
+    tokenizer = service.create_lora_training_client("tiny", rank=1).result().get_tokenizer()
+
+    def texts(datums: Iterable[tinker.Datum]) -> list[str]:
+        return [str(tokenizer.decode(datum.model_input.to_ints())) for datum in datums]
+
+    builder = "tinker_cookbook.preference.preference_datasets:ChatDatasetBuilderFromComparisons"
+    data = Path(__file__).parents[3] / "examples" / "data"
+    params = {
+        "comparison_builder": "tinker_cookbook.preference.preference_datasets:ComparisonBuilderFromJsonl",
+        "comparison_builder.train_path": str(data / "preferences_train.jsonl"),
+        "comparison_builder.test_path": str(data / "preferences_test.jsonl"),
+        "common_config": {"renderer_name": "role_colon", "max_length": 256, "batch_size": 8},
+    }
+    theirs, their_test = build("data", builder, params, tokenizer, lambda instance: instance())
+    expected_test = texts(their_test.get_batch(0))
+    per_epoch, expected = len(theirs), []
+    for epoch in range(2):
+        theirs.set_epoch(seed=epoch)
+        expected += [texts(theirs.get_batch(index)) for index in range(per_epoch)]
+
+    straight = build_dataset(builder, params, tokenizer, seed=0)
+    straight.untrained_steps(range(2 * per_epoch))
+    resumed = build_dataset(builder, params, tokenizer, seed=0)
+    first = per_epoch + 1
+    assert straight.test is not None
+    assert texts(straight.test.get_batch(0)) == expected_test
+    assert [texts(straight.batch_at(step).datums) for step in range(2 * per_epoch)] == expected
+    assert [texts(resumed.batch_at(step).datums) for step in range(first, 2 * per_epoch)] == expected[first:]
+    assert texts(resumed.batch_at(first).datums) == expected[first]
 
 
 def test_weights_follow_train_on_what(conversations: Path, engine_url: str) -> None:

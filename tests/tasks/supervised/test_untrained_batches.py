@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,3 +81,16 @@ def test_later_epochs_are_read_only_if_a_row_has_no_trained_token(weights: list[
     rows = Rows(weights, 2)
     assert SupervisedSource(rows, None, TOKENIZER, seed=0).untrained_steps(range(9)) == []
     assert rows.num_reads == num_reads
+
+
+def test_data_that_counts_its_reads_depends_on_order() -> None:
+    """Also if each read of the only batch has one datum with one of two values."""
+
+    class Random(Rows):
+        rng = random.Random(0)
+
+        def get_batch(self, index: int) -> list[tinker.Datum]:
+            return super().get_batch(index)[self.rng.randrange(2) :][:1]
+
+    assert SupervisedSource(Random([1.0, 0.5], 2), None, TOKENIZER, seed=0).depends_on_order()
+    assert not SupervisedSource(Rows([1.0, 0.5, 1.0, 0.5], 2), None, TOKENIZER, seed=0).depends_on_order()
