@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 
+from mlflow.exceptions import MlflowException
 from prefect import flow
 from prefect.logging import get_run_logger
 
-from blocks.errors import ConfigError
+from blocks.errors import ConfigError, reason
 from flows.config.rl import HealthConfig, RlConfig
-from flows.monitoring.run_tags import warn_of_metrics
+from flows.monitoring.run_tags import note_warning, warn_of_metrics
 from flows.runs.result import TrainResult
 from flows.runs.retries import run_with_approval
 from flows.runs.rights import apply_rights
@@ -169,7 +170,13 @@ def _write_transcript(config: RlConfig, run: Run, step: int, transcript: Transcr
     if every and step % every == 0:
         tokenizer = run.client.get_tokenizer()
         call(write_transcript, run.directory, run.log, tokenizer, step, opaque_argument(transcript))
-        call(write_traces, run.log, tokenizer, step, opaque_argument(transcript))
+        try:
+            call(write_traces, run.log, tokenizer, step, opaque_argument(transcript))
+        except (MlflowException, TypeError, ValueError) as error:  # the transcript itself is written
+            text = (
+                f"MLflow has no traces of the rollouts of step {step} ({reason(error)}); the run's directory has them."
+            )
+            note_warning(run.log, "traces", text)
 
 
 def _open_source(config: RlConfig, settings: RolloutSettings, run: Run) -> RolloutSource:

@@ -6,11 +6,11 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, SupportsFloat, TypeVar
 
 from tinker_cookbook.completers import TokenCompleter
 from tinker_cookbook.exceptions import AllTrajectoriesFailedError
@@ -106,11 +106,15 @@ class RewardedGroup(EnvGroupBuilder):
 
         Raises:
             TimeoutError: the rewards took longer than `grader_timeout_seconds` of the termination policy.
-            ValueError: a reward is not finite.
+            ValueError: a reward is not finite, or a reward or a metric is not a number.
         """
+        for member, trajectory in enumerate(result.trajectories):
+            for turn in trajectory.transitions:
+                turn.reward, turn.metrics = _to_numbers(member, turn.reward, turn.metrics)
         with record_verdicts() as record:
             group = await do_group_rollout(_Ungraded(self.builder), policy, _RolledOut(result), strategy.termination)
         pairs = zip(group.final_rewards_G, group.metrics_G, strict=True)
+        pairs = (_to_numbers(member, reward, metrics) for member, (reward, metrics) in enumerate(pairs))
         self._rewards = [(reward, {**metrics, **record.metrics()}) for reward, metrics in pairs]
         if strategy.overlong:
             penalties = map(strategy.overlong.reward, result.trajectories)
@@ -145,6 +149,25 @@ class RewardedGroup(EnvGroupBuilder):
 
     def logging_tags(self) -> list[str]:
         return self.builder.logging_tags()
+
+
+def _to_numbers(member: int, reward: SupportsFloat, metrics: Mapping[str, object]) -> tuple[float, Metrics]:
+    """Convert the reward and the metrics of a member, which may be tensors or numbers of NumPy, to numbers of Python.
+
+    Raises:
+        ValueError: one of them is not a number.
+    """
+    numbers = {name: _to_number(f"metric {name!r}", member, value) for name, value in metrics.items()}
+    return float(_to_number("reward", member, reward)), numbers
+
+
+def _to_number(what: str, member: int, value: object) -> float:
+    if isinstance(value, int | float):
+        return value
+    if isinstance(value, SupportsFloat):
+        with suppress(TypeError, ValueError, RuntimeError):  # an array or a tensor with several elements
+            return float(value)
+    raise ValueError(f"the {what} of member {member} is {value!r}, which is not a number")
 
 
 def _check_rewards(member: int, trajectory: Trajectory, reward: float, metrics: Metrics, names: Sequence[str]) -> None:

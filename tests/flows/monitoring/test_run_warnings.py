@@ -14,8 +14,14 @@ from flows.config.rl import RlConfig
 from flows.rl import rl
 from flows.runs.cli import run
 from flows.runs.show import show_result
+from tasks.common.task import step_task
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
+
+
+@step_task(name="traces")
+def write_no_traces(*_: object) -> None:
+    raise TypeError("Object of type X is not JSON serializable")
 
 
 def test_rewards_that_teach_nothing(
@@ -25,14 +31,20 @@ def test_rewards_that_teach_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Neither does a trace that cannot be written end the run."""
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
-    fields = rl_fields(tmp_path, "single", mlflow_uri, engine_url) | {"num_steps": 2, "eval_every": 2}
+    monkeypatch.setattr("flows.rl.write_traces", write_no_traces)
+    fields = rl_fields(tmp_path, "single", mlflow_uri, engine_url)
+    fields |= {"num_steps": 2, "eval_every": 2, "transcripts_every": 2}
     fields["environment"]["params"]["group_size"] = 1
     result = run(rl, RlConfig.model_validate(fields))
     tags = MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data.tags
     sentences = [text for key, text in tags.items() if key.startswith("tinker_flows.warning.")]
     assert len(sentences) >= 2
     assert any(text.startswith("group_size is 1") for text in sentences)
+    assert any(
+        "no traces of the rollouts of step 0 (Object of type X is not JSON serializable)" in s for s in sentences
+    )
     assert any("all rewards are equal (mean " in text for text in sentences)
     assert sorted(sentences) == sorted(result.warnings)
     start = capsys.readouterr().err

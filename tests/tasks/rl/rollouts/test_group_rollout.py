@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import tinker
 import torch
@@ -232,6 +234,25 @@ def test_a_reward_that_is_not_finite_is_a_failure_of_its_group(sampler: tinker.S
     assert [error.error_message for error in group.errors] == ["the reward 'style' of member 0 is inf"]
     group = roll_out(sampler, Guesses([["ends", "unclear", "ends"]]), max_retries=0, rewards=("turn",))
     assert [error.error_message for error in group.errors] == ["the reward 'turn' of member 1 is nan"]
+
+
+def test_rewards_and_metrics_are_numbers_of_python(sampler: tinker.SamplingClient) -> None:
+    metrics: Any = {"count": np.int64(2), "is_right": np.bool_(True), "score": torch.tensor(0.5), "plain": 3}
+    rewards: Any = (np.float32(0.5), torch.tensor(1.0), 0)
+    group = roll_out(sampler, Guesses([["ends"] * 3], rewards=rewards, metrics=metrics))
+    assert group.trajectories is not None
+    turns = [turn for member in group.trajectories.trajectories_G for turn in member.transitions]
+    numbers = [*group.trajectories.get_total_rewards(), *(turn.reward for turn in turns)]
+    assert numbers == [1.0, 2.0, 0.0, 0.5, 0.5, 1.0, 1.0, 0.0, 0.0]
+    assert {type(number) for number in numbers} == {float}
+    assert json.dumps(group.trajectories.metrics_G[0]) == '{"count": 2.0, "is_right": 1.0, "score": 0.5, "plain": 3}'
+
+
+@pytest.mark.parametrize("value", ["good", None, np.ones(2)])
+def test_a_metric_that_is_not_a_number_is_named(sampler: tinker.SamplingClient, value: Any) -> None:
+    group = roll_out(sampler, Guesses([["ends"] * 3], metrics={"style": value}), max_retries=0)
+    message = f"the metric 'style' of member 0 is {value!r}, which is not a number"
+    assert [error.error_message for error in group.errors] == [message]
 
 
 def test_group_with_a_failure_is_retried_with_fresh_environments(sampler: tinker.SamplingClient) -> None:
