@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset
 
 from blocks.errors import ConfigError
+from tasks.common.builders import data_errors
+
+# Most batches that are read in advance for their sizes.
+_MOST_READ = 1000
 
 
 class GroupBatches:
@@ -32,21 +37,31 @@ class GroupBatches:
     ) -> None:
         """Split the groups into steps of `groups_per_batch` consecutive groups; None keeps the dataset's own batches.
 
+        Builders that drop rows have batches of different sizes. In data of more than `_MOST_READ` batches, only the
+        first and the last one are read, and all but the last one have to be as large as the first.
+
         Args:
             can_refill: allow `refill`; every step then has the same number of groups.
-            num_parts: updates and minibatches of a step; if the last batch has fewer groups, every step has the same
-                number.
+            num_parts: updates and minibatches of a step; if a batch has fewer groups, every step has the same number.
             oversampling_factor: groups that a step starts per group that it trains on; above 1, every step has the same
                 number of groups.
 
         Raises:
-            ConfigError: the dataset has fewer groups than a step starts.
+            ConfigError: the dataset has no group, or fewer groups than a step starts.
         """
         self._dataset = dataset
-        self._size = len(dataset.get_batch(0))
-        last_size = len(dataset.get_batch(len(dataset) - 1))
-        self._num_groups = self._size * (len(dataset) - 1) + last_size
-        has_equal_steps = can_refill or last_size < num_parts
+        self._last: tuple[int, Sequence[EnvGroupBuilder]] | None = None
+        if len(dataset) <= _MOST_READ:
+            sizes = [len(self._read(index)) for index in range(len(dataset))]
+            self._starts: Sequence[int] = [0, *accumulate(sizes[:-1])]
+        else:
+            sizes = [len(self._read(index)) for index in (0, len(dataset) - 1)]
+            self._starts = range(0, max(sizes[0], 1) * len(dataset), max(sizes[0], 1))
+        self._num_groups = self._starts[-1] + sizes[-1]
+        self._size = max(sizes)
+        if self._size == 0:
+            raise ConfigError("The environments have no group: check the rows that their builder drops.")
+        has_equal_steps = can_refill or min(sizes) < num_parts
         self._groups_per_batch = groups_per_batch or (self._size if has_equal_steps else None)
         self.num_trained = groups_per_batch or self._size
         if self._num_groups < (groups_per_batch or 1):
@@ -62,7 +77,6 @@ class GroupBatches:
                     f"the {self.num_trained} of a step, but the environments have {self._num_groups}: lower it, or "
                     "add problems."
                 )
-        self._last: tuple[int, Sequence[EnvGroupBuilder]] | None = None
 
     @property
     def num_steps(self) -> int:
@@ -71,7 +85,7 @@ class GroupBatches:
 
     @property
     def groups_per_batch(self) -> int:
-        """Number of groups per step; without a fixed number, the last step of an epoch may have fewer."""
+        """Number of groups per step; without a fixed number, some steps may have fewer."""
         return self._groups_per_batch or self._size
 
     def at(self, step: int) -> Sequence[EnvGroupBuilder]:
@@ -92,13 +106,36 @@ class GroupBatches:
         return [self._group(number % self._num_groups) for number in numbers]
 
     def _group(self, number: int) -> EnvGroupBuilder:
-        return self._batch(number // self._size)[number % self._size]
+        index = bisect_right(self._starts, number) - 1
+        return self._batch(index)[number - self._starts[index]]
 
     def _batch(self, index: int) -> Sequence[EnvGroupBuilder]:
         """Load a batch and cache it, because a step may need several of its groups."""
         if self._last is None or self._last[0] != index:
-            self._last = (index, self._dataset.get_batch(index))
+            batch = self._read(index)
+            self._check_size(index, len(batch))
+            self._last = (index, batch)
         return self._last[1]
+
+    def _read(self, index: int) -> Sequence[EnvGroupBuilder]:
+        with data_errors(f"Batch {index} of the environments"):
+            return self._dataset.get_batch(index)
+
+    def _check_size(self, index: int, size: int) -> None:
+        """Raise a ConfigError if a batch has no group, or another number of groups than steps of equal size need."""
+        if self._groups_per_batch is None:
+            if size == 0:
+                raise ConfigError(
+                    f"Batch {index} of the environments has no group: check the rows that their builder drops."
+                )
+            return
+        stop = self._starts[index + 1] if index + 1 < len(self._starts) else self._num_groups
+        if size != (expected := stop - self._starts[index]):
+            raise ConfigError(
+                f"Batch {index} of the environments has the size {size} instead of {expected}, which steps of equal "
+                f"size allow in data of at most {_MOST_READ} batches that are the same at every read: check the rows that "
+                "their builder drops, or remove groups_per_batch, refill_rounds and oversampling_factor."
+            )
 
 
 def num_oversampled(num_groups: int, factor: float) -> int:

@@ -642,7 +642,7 @@ class HeldOutEnvironments(HeldOutGroups):
         self._groups = number_groups(self._evaluator.env_group_builders_P)
         self._evaluator.env_group_builders_P[:] = self._groups
         self._settings, self._tokenizer = settings, tokenizer
-        self._batch_size = len(dataset.get_batch(0)) if self._groups else 0
+        self._batch_size = max(len(dataset.get_batch(0)), 1) if self._groups else 0
         self._has_several_turns = False
 
     async def __call__(self, sampling_client: tinker.SamplingClient) -> dict[str, float]:

@@ -172,6 +172,46 @@ def test_split_steps_take_a_short_last_batch_with_the_first_groups_of_the_next_e
         assert source.problems.num_steps == 2, "a last batch that can be split stays as it is"
 
 
+@pytest.mark.parametrize("dropped", [{0}, {2}, {7}, {0, 4}, {6, 7}, {0, 1}, {2, 3}])
+def test_steps_of_equal_size_have_all_groups_of_uneven_batches(dropped: set[int]) -> None:
+    class Dropping(NumberedGroups):
+        def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+            return [group for group in super().get_batch(index) if cast(NumberedGroup, group).env.number not in dropped]
+
+    def numbers(problems: GroupBatches) -> list[int]:
+        steps = [problems.at(step) for step in range(problems.num_steps)]
+        assert {len(groups) for groups in steps} == {problems.groups_per_batch}
+        return [cast(NumberedGroup, group).env.number for groups in steps for group in groups]
+
+    kept = [number for number in range(8) if number not in dropped]
+    assert numbers(GroupBatches(Dropping(4, {}), 1)) == kept
+    assert numbers(GroupBatches(Dropping(4, {}), None, can_refill=True)) == kept[: len(kept) // 2 * 2]
+    # A batch without a group cannot be a step.
+    own = GroupBatches(Dropping(4, {}), None)
+    assert all(own.at(step) for step in range(own.num_steps))
+
+
+def test_a_batch_of_another_size_in_data_that_is_too_large_to_read_is_named() -> None:
+    class Endless(NumberedGroups):
+        def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+            return super().get_batch(index)[: {2: 1, 3: 0}.get(index)]
+
+        def __len__(self) -> int:
+            return 10**12
+
+    problems = GroupBatches(Endless(0, {}), 4)
+    assert problems.num_steps == 10**12 // 2
+    assert [cast(NumberedGroup, group).env.number for group in problems.at(10**11)] == [
+        *range(4 * 10**11, 4 * 10**11 + 4)
+    ]
+    with pytest.raises(ConfigError, match=r"Batch 2 of the environments has the size 1 instead of 2"):
+        problems.at(1)
+    problems = GroupBatches(Endless(0, {}), None)
+    assert len(problems.at(2)) == 1
+    with pytest.raises(ConfigError, match=r"Batch 3 of the environments has no group: check the rows"):
+        problems.at(3)
+
+
 def test_group_batches_are_consecutive_over_batches_and_epochs() -> None:
     dataset = NumberedGroups(3, {})
     problems = GroupBatches(dataset, 4)
