@@ -471,7 +471,9 @@ async def _run_configured(
 ) -> None:
     try:
         try:
-            _add_metrics(result, await run(entry.evaluator), entry.name)
+            metrics = await run(entry.evaluator)
+            _check_new(result, metrics, entry.name)
+            _add_metrics(result, metrics, entry.name)
         except TinkerFlowsError:
             raise
         except (Exception, SystemExit) as error:  # third-party code
@@ -495,6 +497,16 @@ def _is_of_the_sdk(error: BaseException) -> bool:
     modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
     raised_in_sdk = any(module.partition(".")[0] == "tinker" for module in modules)
     return isinstance(error, tinker.TinkerError) or (isinstance(error, ValueError) and raised_in_sdk)
+
+
+def _check_new(result: EvaluationResult, metrics: Mapping[str, object], evaluator: str) -> None:
+    """Raise an EvaluatorError if an earlier evaluator or the held-out data has returned a metric of the same name."""
+    for key in metrics:
+        if safe_name(key) in result.metrics or safe_name(key) in result.texts:
+            raise EvaluatorError(
+                f"The evaluator {evaluator} returned the metric {key!r}, as the held-out data or another evaluator "
+                "did: rename it, as the parameter `name` of tinker-cookbook's SamplerNLLEvaluator does."
+            )
 
 
 def _add_metrics(result: EvaluationResult, metrics: Mapping[str, object], evaluator: str) -> None:

@@ -133,8 +133,8 @@ class GroupBatches:
         if size != (expected := stop - self._starts[index]):
             raise ConfigError(
                 f"Batch {index} of the environments has the size {size} instead of {expected}, which steps of equal "
-                f"size allow in data of at most {_MOST_READ} batches that are the same at every read: check the rows that "
-                "their builder drops, or remove groups_per_batch, refill_rounds and oversampling_factor."
+                f"size allow in data of at most {_MOST_READ} batches that are the same at every read: check the rows "
+                "that their builder drops, or remove groups_per_batch, refill_rounds and oversampling_factor."
             )
 
 

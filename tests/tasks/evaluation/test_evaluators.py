@@ -126,6 +126,15 @@ def test_an_error_names_the_evaluator(
     assert tags["tinker_flows.warning.skipped.evaluators.0"] == warning
 
 
+def test_metrics_of_the_same_name_are_refused() -> None:
+    with pytest.raises(EvaluatorError, match=r"\(evaluators\.1\) returned the metric 'a', as the held-out data or an"):
+        run({"metrics": {"a": 1.0}}, {"metrics": {"b": 1.0, "a": 2.0}})
+    result = run(
+        {"metrics": {"a": 1.0}}, {"metrics": {"a": "text", "b": 1.0}, "on_error": "skip"}, {"metrics": {"c": 3}}
+    )
+    assert (result.metrics, result.texts, list(result.skipped)) == ({"a": 1.0, "c": 3.0}, {}, ["evaluators.1"])
+
+
 def test_errors_of_the_service_are_not_the_evaluators() -> None:
     with pytest.raises(ServiceError, match=r"service could not run the evaluator .*Evaluator.*: no such adapter"):
         run({"error": "rejected"})
