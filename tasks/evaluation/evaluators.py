@@ -362,7 +362,7 @@ async def _run_sampling_evaluator(
 def _input_with_last_target(datum: tinker.Datum) -> tinker.ModelInput:
     """Input of a datum followed by its last target token."""
     last = int(datum.loss_fn_inputs["target_tokens"].data[-1])
-    return tinker.ModelInput.from_ints([*datum.model_input.to_ints(), last])
+    return datum.model_input.append_int(last)
 
 
 def _flat(tensor: tinker.TensorData) -> tinker.TensorData:

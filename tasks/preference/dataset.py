@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import tinker
@@ -152,5 +153,8 @@ def _trains(datum: tinker.Datum) -> bool:
     return any(datum.loss_fn_inputs["weights"].data)
 
 
-def _tokens(datum: tinker.Datum) -> list[float]:
-    return [*datum.model_input.to_ints(), *datum.loss_fn_inputs["target_tokens"].data[-1:]]
+def _tokens(datum: tinker.Datum) -> list[object]:
+    """Tokens of a datum, and its images as chunks."""
+    chunks = datum.model_input.chunks
+    parts = [chunk.tokens if isinstance(chunk, tinker.EncodedTextChunk) else [chunk] for chunk in chunks]
+    return [*chain.from_iterable(parts), *datum.loss_fn_inputs["target_tokens"].data[-1:]]

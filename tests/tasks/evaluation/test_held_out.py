@@ -19,7 +19,7 @@ from tinker_cookbook.supervised.nll_evaluator import SamplerNLLEvaluator
 from tinker_cookbook.supervised.types import SupervisedDataset
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
-from tasks.evaluation.evaluators import HeldOutNLL, _Text
+from tasks.evaluation.evaluators import HeldOutNLL, _input_with_last_target, _Text
 from tasks.evaluation.intervals import sign_flip_p_value
 from tasks.reports.tables import Estimate
 from tasks.training.held_out import BatchValues, GradedMetrics
@@ -142,6 +142,15 @@ def test_data_with_several_targets_has_one_score() -> None:
     inputs["weights"] = tinker.TensorData.from_torch(torch.ones(2, 3))
     datum = tinker.Datum(model_input=tinker.ModelInput.from_ints([1, 2]), loss_fn_inputs=inputs)
     assert HeldOutNLL(OneBatch([datum]), cast(Any, None)).scored_metrics == ("test/nll",)
+
+
+def test_a_sampler_scores_data_with_images() -> None:
+    chunks = [tinker.types.ImageChunk(data=b"", format="png", expected_tokens=2), tinker.EncodedTextChunk(tokens=[7])]
+    inputs = {"target_tokens": tinker.TensorData.from_torch(torch.tensor([0, 7, 8]))}
+    inputs["weights"] = tinker.TensorData.from_torch(torch.tensor([0.0, 0.0, 1.0]))
+    datum = tinker.Datum(model_input=tinker.ModelInput(chunks=chunks), loss_fn_inputs=inputs)
+    whole = _input_with_last_target(datum)
+    assert (whole.chunks[:2], whole.chunks[2].length, whole.length) == (chunks, 1, 4)
 
 
 def test_two_answers_to_a_prompt_are_one_sample(engine_url: str) -> None:

@@ -27,7 +27,7 @@ from objectives.batch import Outputs
 from objectives.evaluate import evaluate_base
 from objectives.labels import find_preference_pairs
 from objectives.objective import Objective
-from tasks.preference.dataset import Comparisons, Rendering, build_comparisons
+from tasks.preference.dataset import Comparisons, Preference, Rendering, build_comparisons
 from tasks.preference.pair_source import PairBatches, PairSource
 from tasks.training.batch_source import TrainedBatch
 
@@ -253,3 +253,23 @@ def test_cookbook_builders_read_public_datasets(
     for index in range(len(train)):
         prompt, chosen, rejected = last_contents(train[index])
         assert (prompt, chosen[:4], rejected[:3]) == ("Hi.", "Good", "Bad")
+
+
+class PictureRenderer:
+    """Renderer of a picture and the length of the last message."""
+
+    def build_supervised_example(self, messages: list[dict[str, Any]]) -> tuple[tinker.ModelInput, torch.Tensor]:
+        content = str(messages[-1]["content"])
+        chunks = [
+            tinker.EncodedTextChunk(tokens=[5]),
+            tinker.types.ImageChunk(data=content[:1].encode(), format="png", expected_tokens=2),
+            tinker.EncodedTextChunk(tokens=[7, len(content), 9]),
+        ]
+        return tinker.ModelInput(chunks=chunks), torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(("rejected", "num_datums"), [("aaa", 2), ("b", 2), ("a", 0)])
+def test_pairs_with_images_are_compared(rejected: str, num_datums: int) -> None:
+    pictures: Any = PictureRenderer()
+    preference = Preference([], [{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": rejected}])
+    assert len(Rendering(pictures, 64).pair(preference, 0)) == num_datums
