@@ -33,7 +33,8 @@ def pack_datums(datums: list[tinker.Datum], tokenizer: Tokenizer) -> Batch:
             for all of them.
 
     Raises:
-        ConfigError: a datum lacks `target_tokens` or `weights`, or has them in another shape.
+        ConfigError: a datum lacks `target_tokens` or `weights`, has them in another shape, or has another number of
+            them than of input tokens.
     """
     targets_D, weights_D = [], []
     for index, datum in enumerate(datums):
@@ -48,6 +49,11 @@ def pack_datums(datums: list[tinker.Datum], tokenizer: Tokenizer) -> Batch:
             raise ConfigError(
                 f"Datum {index} of a batch has target_tokens of shape {tuple(targets.shape)} and weights of shape "
                 f"{tuple(weights.shape)}; both must be (T,) or (T, K): check the dataset builder."
+            )
+        if len(targets) != (num_inputs := datum.model_input.length):
+            raise ConfigError(
+                f"Datum {index} of a batch has {num_inputs} input tokens but {len(targets)} target_tokens: "
+                "check that the dataset builder gives each input token one target."
             )
         if targets_D and targets.shape[1:] != targets_D[0].shape[1:]:
             raise ConfigError(

@@ -15,6 +15,7 @@ import tinker
 import torch
 from tinker_cookbook.display import colorize_example
 
+from blocks.errors import ConfigError
 from objectives.batch import Batch, pack, pack_targets
 from objectives.labels import MEMBER, PROMPT
 from tasks.reports.first_batch import (
@@ -97,6 +98,13 @@ def sampled_batch() -> tuple[Batch, list[tinker.Datum]]:
         for text, mask, values in zip(texts, masks, by_token, strict=True)
     ]
     return batch, with_advantages
+
+
+def test_datums_with_too_few_targets_are_named() -> None:
+    short = datum("abc", [0, 1, 1])
+    short = tinker.Datum(model_input=short.model_input.append_int(7), loss_fn_inputs=short.loss_fn_inputs)
+    with pytest.raises(ConfigError, match=r"Datum 1 of a batch has 3 input tokens but 2 target_tokens: check that"):
+        pack_datums([datum("abc", [0, 1, 1]), short], letters())
 
 
 def test_colors_are_those_of_tinker_cookbook(monkeypatch: pytest.MonkeyPatch) -> None:
