@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from tasks.sweeps.effects import Effect
-from tasks.sweeps.table import PointRow, dimensions, short_names
+from tasks.sweeps.table import PointRow, dimensions, short_name
 
 _MAX_MAPS = 6
 _MAX_BINS = 6
@@ -81,8 +81,8 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
 
 def draw_maps(rows: Sequence[PointRow], metric: str) -> Figure:
     """Heat maps of the metric over the first pairs of dimensions, at most six, averaged over all other dimensions."""
-    labels = short_names(dimensions(rows))
-    pairs = list(combinations(labels, 2))[:_MAX_MAPS]
+    names = dimensions(rows)
+    pairs = list(combinations(names, 2))[:_MAX_MAPS]
     columns = min(len(pairs), 3)
     figure = Figure(figsize=(5.2 * columns, 4.2 * math.ceil(len(pairs) / columns)), layout="constrained")
     grid = figure.subplots(math.ceil(len(pairs) / columns), columns, squeeze=False)
@@ -90,7 +90,7 @@ def draw_maps(rows: Sequence[PointRow], metric: str) -> Figure:
         axes.set_visible(False)
     for axes, (a, b) in zip(grid.flat, pairs, strict=False):
         present = [row for row in rows if row.mean is not None and a in row.point.values and b in row.point.values]
-        _draw_map(figure, axes, present, (a, b), (labels[a], labels[b]), metric)
+        _draw_map(figure, axes, present, (a, b), (short_name(a, names), short_name(b, names)), metric)
     return figure
 
 
@@ -119,7 +119,7 @@ def draw_parallel(rows: Sequence[PointRow], metric: str, mode: Literal["min", "m
     axes.axvline(len(names), color="0.5", linewidth=0.8)
     for height in (0.0, 1.0) if spread else ():
         axes.text(len(names) + 0.03, height, f"{means.min() + height * spread:.4g}", fontsize=8, va="center")
-    axes.set_xticks(range(len(names) + 1), [*short_names(names).values(), metric])
+    axes.set_xticks(range(len(names) + 1), [*(short_name(name, names) for name in names), metric])
     axes.set_yticks([])
     axes.set_xlim(-0.1, len(names) + 0.3)
     return figure

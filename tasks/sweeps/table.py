@@ -70,28 +70,28 @@ def dimensions(rows: Sequence[PointRow]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row.point.values))
 
 
-def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Short name of each dimension, for tables and charts: the last parts of its path that no other dimension has.
+def short_name(name: str, names: Sequence[str] = ()) -> str:
+    """Short name of a dimension, for tables and charts: the last parts of its path that no other dimension has.
 
-    >>> short_names(["objective.regularizers.topology.weight", "data.params.common_config.batch_size"]).values()
-    dict_values(['topology.weight', 'batch_size'])
-    >>> short_names(["warm_start.num_epochs", "policy.num_epochs"]).values()
-    dict_values(['warm_start.num_epochs', 'policy.num_epochs'])
+    Args:
+        names: names of all dimensions.
+
+    >>> short_name("objective.regularizers.topology.weight"), short_name("data.params.common_config.batch_size")
+    ('topology.weight', 'batch_size')
+    >>> short_name("policy.num_epochs", ["warm_start.num_epochs", "policy.num_epochs"])
+    'policy.num_epochs'
     """
-
-    def suffixes(name: str) -> list[str]:
-        parts = name.split(".")
-        shortest = len(parts) - 2 if name.startswith("objective.regularizers.") else 1
-        return [".".join(parts[-number:]) for number in range(shortest, len(parts) + 1)]
-
-    counts = Counter(suffix for name in names for suffix in suffixes(name))
-    return {name: next(suffix for suffix in suffixes(name) if counts[suffix] == 1) for name in names}
+    parts, others = name.split("."), [other.split(".") for other in names if other != name]
+    shortest = len(parts) - 2 if name.startswith("objective.regularizers.") else 1
+    suffixes = [parts[-number:] for number in range(shortest, len(parts))]
+    unique = (suffix for suffix in suffixes if not any(other[-len(suffix) :] == suffix for other in others))
+    return ".".join(next(unique, parts))
 
 
 def table_columns(rows: Sequence[PointRow], metric: str) -> tuple[str, ...]:
     """Column names of the table."""
-    names = short_names(dimensions(rows)).values()
-    return ("point", *names, metric, "95 % interval", "trials", "s per trial")
+    names = dimensions(rows)
+    return ("point", *(short_name(name, names) for name in names), metric, "95 % interval", "trials", "s per trial")
 
 
 def row_cells(row: PointRow, rows: Sequence[PointRow]) -> tuple[str, ...]:
