@@ -151,7 +151,8 @@ def vendi(texts: Sequence[str]) -> float:
     rows_GV /= np.linalg.norm(rows_GV, axis=1, keepdims=True)
     eigenvalues = np.linalg.eigvalsh(rows_GV @ rows_GV.T / len(texts)).clip(min=0)
     positive = eigenvalues[eigenvalues > 1e-12]
-    return float(np.exp(-(positive * np.log(positive)).sum()))
+    # Rounded, because the differences of equal scores would otherwise have a sign.
+    return round(float(np.exp(-(positive * np.log(positive)).sum())), 9)
 
 
 def _ngrams(text: str, n: int) -> list[tuple[str, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import chz
@@ -39,16 +39,20 @@ class VerdictTokens(NamedTuple):
 
 
 class JudgedPreference(PreferenceModel):
-    """Judge of `tasks.preference.judges` as a preference model; the question is the last message of the prompt."""
+    """Judge of `tasks.preference.judges` as a preference model.
+
+    The judge's row has the last message of the prompt as `question`, and the whole prompt as `conversation`.
+    """
 
     def __init__(self, judge: Judge) -> None:
         self._judge = judge
 
     async def __call__(self, comparison: Comparison) -> float:
-        question = get_text_content(comparison.prompt_conversation[-1])
+        prompt = comparison.prompt_conversation
+        row = {"question": get_text_content(prompt[-1]), "conversation": _transcript(prompt)}
         first, second = _text(comparison.completion_A), _text(comparison.completion_B)
         # A judge returns 1 if the first answer is better and 0 if the second is; a preference model returns -1 and 1.
-        return 1 - 2 * await self._judge({"question": question}, first, second)
+        return 1 - 2 * await self._judge(row, first, second)
 
 
 class PromptedJudge(JudgedPreference):
@@ -58,13 +62,19 @@ class PromptedJudge(JudgedPreference):
         self, sampler: tinker.SamplingClient, renderer: Renderer, max_tokens: int, guidance: JudgeGuidance
     ) -> None:
         completer = TinkerMessageCompleter(sampler, renderer, max_tokens, stop_condition=None, temperature=0.0)
-        super().__init__(completer_judge(completer, guidance))
+        ask = completer_judge(completer, guidance)
+
+        async def judge(row: Mapping[str, str], first: str, second: str) -> float:
+            return await ask({"question": row["conversation"]}, first, second)
+
+        super().__init__(judge)
         self._sampler, self._renderer, self._max_tokens, self._guidance = sampler, renderer, max_tokens, guidance
 
-    def count_tokens(self, question: str) -> VerdictTokens:
+    def count_tokens(self, prompt: Sequence[Message]) -> VerdictTokens:
         """Return the tokens of a comparison of two empty answers."""
-        prompt = self._renderer.build_generation_prompt([judge_message(self._guidance, question, "", "")])
-        return VerdictTokens(self._sampler.get_base_model(), 2, 2 * prompt.length, 2 * self._max_tokens)
+        message = judge_message(self._guidance, _transcript(prompt), "", "")
+        num_prompt_tokens = self._renderer.build_generation_prompt([message]).length
+        return VerdictTokens(self._sampler.get_base_model(), 2, 2 * num_prompt_tokens, 2 * self._max_tokens)
 
 
 @chz.chz
@@ -73,7 +83,8 @@ class JudgeBuilder(PreferenceModelBuilder):
 
     Attributes:
         judge: import path of a function of a row and two answers that returns a number from 0 (the second is better) to
-            1 (the first is better).
+            1 (the first is better). The row has the last message of the prompt as `question`, and the whole prompt as
+            `conversation`.
     """
 
     judge: str
@@ -137,7 +148,7 @@ class PromptedJudgeBuilder(PreferenceModelBuilder):
 def verdict_tokens(model: PreferenceModel, prompt: Sequence[Message]) -> VerdictTokens | None:
     """Return the tokens of a comparison of two empty answers; None for a model whose tokens are unknown."""
     if isinstance(model, PromptedJudge):
-        return model.count_tokens(get_text_content(prompt[-1]))
+        return model.count_tokens(prompt)
     if isinstance(model, PreferenceModelFromChatRenderer):
         shown = model.comparison_renderer.build_generation_prompt(
             Comparison(list(prompt), [_empty_answer()], [_empty_answer()])
@@ -148,6 +159,13 @@ def verdict_tokens(model: PreferenceModel, prompt: Sequence[Message]) -> Verdict
 
 def _empty_answer() -> Message:
     return Message(role="assistant", content="")
+
+
+def _transcript(prompt: Sequence[Message]) -> str:
+    """Return a prompt as text: a single message alone, several ones with their roles."""
+    if len(prompt) == 1:
+        return get_text_content(prompt[0])
+    return "\n\n".join(f"{message['role']}: {get_text_content(message)}" for message in prompt)
 
 
 def _text(answer: list[Message]) -> str:

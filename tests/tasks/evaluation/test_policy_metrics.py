@@ -105,6 +105,10 @@ def test_diversity_metrics() -> None:
     assert (vendi(same), vendi(different)) == (pytest.approx(1.0), pytest.approx(4.0))
     assert 1.0 < vendi(["the cat sat", "the cat ran"]) < 2.0
     assert vendi(["", ""]) == pytest.approx(1.0)
+    # Two answers without a common word have exactly the score 2, whatever their lengths.
+    assert {vendi([f"a{n} x y", "b c d e f g"[: 2 * n + 1]]) for n in range(6)} == {2.0}
+    # Two answers without a common word have exactly the score 2, whatever their lengths.
+    assert {vendi([f"a{n} x y", "b c d e f g"[: 2 * n + 1]]) for n in range(6)} == {2.0}
     assert math.isnan(distinct(3, ["a b"])), "there are no 3-grams of which a share could be distinct"
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from scripted import rewards, roll_out
 from tinker_cookbook.completers import MessageCompleter
+from tinker_cookbook.preference.types import Comparison
 from tinker_cookbook.renderers import Message, get_renderer, get_text_content
 from tinker_cookbook.rl.preference_envs import PairwisePreferenceGroupBuilder, TournamentPattern
 
@@ -50,6 +52,23 @@ def judge(completer: MessageCompleter, first: str, second: str) -> float:
         return await completer_judge(completer)(ROW, first, second)
 
     return asyncio.run(call())
+
+
+def test_a_judge_gets_the_whole_prompt() -> None:
+    rows: list[Mapping[str, str]] = []
+
+    async def judge(row: Mapping[str, str], first: str, second: str) -> float:
+        rows.append(row)
+        return 1.0
+
+    turns = [("system", "Answer in French."), ("user", "I am Rex."), ("assistant", "Bonjour."), ("user", "Who am I?")]
+    prompt = [Message(role=role, content=content) for role, content in turns]
+    answers = [[Message(role="assistant", content=text)] for text in ("Rex.", "Max.")]
+    for conversation in (prompt, prompt[1:2]):
+        assert asyncio.run(JudgedPreference(judge)(Comparison(conversation, *answers))) == -1.0
+    whole = "system: Answer in French.\n\nuser: I am Rex.\n\nassistant: Bonjour.\n\nuser: Who am I?"
+    assert rows[0] == {"question": "Who am I?", "conversation": whole}
+    assert rows[1] == {"question": "I am Rex.", "conversation": "I am Rex."}
 
 
 @pytest.mark.parametrize(
