@@ -145,8 +145,14 @@ def compare(
     overrides: Overrides = None,
     config: ConfigFile = None,
     against: Annotated[
-        str, typer.Option("--against", metavar="CHECKPOINT", help="Checkpoint to compare with.")
-    ] = "base",
+        str,
+        typer.Option(
+            "--against",
+            metavar="CHECKPOINT",
+            help="Checkpoint to compare with; by default that of the config, or the base model.",
+            show_default=False,
+        ),
+    ] = "",
 ) -> None:
     """Compare the completions of two checkpoints: KL, perplexity, entropy, diversity and a judge's preference.
 

@@ -70,7 +70,7 @@ class DecodingGraphs:
         step.tokens_S1[:num_rows, 0] = torch.tensor(tokens_R).to(self._base.device)
         step.positions_S.zero_()
         step.positions_S[:num_rows] = self._kv_cache.last_positions_R.to(self._base.device)
-        if is_new:  # libraries allocate their workspaces at the first use, which a graph must not contain
+        if is_new:  # libraries allocate workspaces at their first use; a graph must not contain these allocations
             return self._compute(step)[:num_rows]
         if step.graph is None:
             step.graph = torch.cuda.CUDAGraph()

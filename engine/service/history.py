@@ -40,7 +40,7 @@ class SamplerHistory:
 
     Attributes:
         path: path of the checkpoint; None is the base model.
-        folder: the checkpoint's folder, which detects that another save replaced the checkpoint; None in old journals.
+        folder: the checkpoint's folder; it differs if another save has replaced the checkpoint; None in old journals.
     """
 
     base_model: str

@@ -24,7 +24,7 @@ class Origin:
         base_model: API name of the base model.
         lora: shape and seed of the adapter.
         path: path of the checkpoint; None is a fresh adapter.
-        folder: the checkpoint's folder, which detects that another save replaced the checkpoint.
+        folder: the checkpoint's folder; it differs if another save has replaced the checkpoint.
         with_optimizer: True if the optimizer moments belong to the state.
     """
 

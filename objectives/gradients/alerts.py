@@ -70,7 +70,7 @@ class Watch:
 
     A problem causes one warning after it persists for `patience` consecutive evaluations of the term, and again only
     after it has disappeared and returned. Accuracy at chance needs five times as many evaluations. In a run that is
-    shorter than `patience`, a term that was idle in every step is reported at the end.
+    shorter than `patience`, but has three steps, a term that was idle in every step is reported at the end.
 
     Attributes:
         effect_every: steps between measurements of the effects of updates; 0 for none.
@@ -240,7 +240,7 @@ class CollapseCheck:
         kind: kind of collapse.
         detected: result of the check on smoothed metrics.
         figure: the smoothed metric.
-        patience_factor: multiple of the usual number of steps before a warning.
+        patience_factor: multiple of `patience` before a warning.
         problem, fix: text before and after the duration in the warning.
     """
 

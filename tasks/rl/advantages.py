@@ -104,16 +104,10 @@ def compute_token_advantages(groups: Sequence[TrajectoryGroup], settings: Advant
 def has_no_advantages(group: TrajectoryGroup, settings: AdvantageSettings) -> bool:
     """Return whether all advantages of a group are zero, so that nothing can be learned from it."""
     totals = group.get_total_rewards()
-    if settings.estimator in ("discounted", "gae"):  # returns differ between tokens, even if all members get the same
+    if settings.estimator in ("discounted", "gae", "per_turn"):  # the return depends on the token
         advantages_T = compute_token_advantages([group], settings).advantages_T
         return bool((advantages_T.abs() <= ROUNDING * max(1.0, *map(abs, totals))).all())
-    if settings.estimator == "per_turn":
-        return len({_turn_rewards(*member) for member in zip(group.trajectories_G, totals, strict=True)}) == 1
     return len(set(totals)) == 1
-
-
-def _turn_rewards(trajectory: Trajectory, total: float) -> tuple[float, ...]:
-    return total, *(turn.reward for turn in trajectory.transitions)
 
 
 class _Turns(NamedTuple):

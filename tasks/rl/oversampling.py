@@ -31,13 +31,13 @@ class CancelledGroups:
     """Groups that a step has cancelled.
 
     Attributes:
-        num: number of groups that the step does not train on, finished ones included.
+        num: number of groups that no minibatch took, finished ones included.
         num_prefill_tokens: prompt tokens of all their requests.
         num_cached_tokens: part of the prompt tokens that the service bills as cache hits.
         num_sample_tokens: sampled tokens in the responses to their requests.
         num_completions: completions in these responses.
         num_open: completions that the service had not returned.
-        max_uncounted: most tokens that the service may have sampled for `num_open`.
+        max_uncounted: upper bound of the tokens that the service sampled for the `num_open` completions.
     """
 
     num: int
@@ -55,8 +55,8 @@ class CancelledGroups:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedPart:
-    """Groups that a minibatch trains on.
+class MinibatchGroups:
+    """Groups that a minibatch takes, failed ones included.
 
     Attributes:
         step: the step.
@@ -78,19 +78,19 @@ class OversamplingRecord:
         self._directory = directory
         self._parts = {(part.step, part.part): part for part in read_jsonl(directory, OVERSAMPLED_NAME, _parse)}
 
-    def get(self, step: int, part: int) -> FinishedPart | None:
+    def get(self, step: int, part: int) -> MinibatchGroups | None:
         """Return the groups of a minibatch; None if they are not known yet."""
         return self._parts.get((step, part))
 
-    def add(self, part: FinishedPart) -> None:
+    def add(self, part: MinibatchGroups) -> None:
         """Store the groups of a minibatch; returns once they are durable."""
         self._directory.append_line(OVERSAMPLED_NAME, json.dumps(asdict(part)))
         self._parts[part.step, part.part] = part
 
 
-def _parse(row: Mapping[str, Any]) -> FinishedPart:
+def _parse(row: Mapping[str, Any]) -> MinibatchGroups:
     cancelled = row["cancelled"]
-    return FinishedPart(
+    return MinibatchGroups(
         row["step"], row["part"], tuple(row["groups"]), CancelledGroups(**cancelled) if cancelled else None
     )
 
@@ -119,13 +119,13 @@ class Oversampling:
 
         Args:
             builders: groups that the step may start, in the order of the data.
-            sizes: groups of each minibatch.
+            sizes: number of groups of each minibatch.
             start: starts groups by their index.
         """
         self._step, self._sizes, self._start, self._record = step, sizes, start, record
         stored_parts = (record.get(step, part) for part in range(len(sizes)))
-        # Only up to the first minibatch that is not stored. A later one was stored after that one failed, and may
-        # contain groups that the repeated minibatch takes now.
+        # Only the records before the first missing one: its minibatch failed in an earlier process, and now may take
+        # groups that a later record contains.
         self._known = [part for part in takewhile(lambda part: part is not None, stored_parts) if part]
         self.is_repeated = len(self._known) == len(sizes)
         stored = {index for part in self._known for index in part.groups}
@@ -152,7 +152,7 @@ class Oversampling:
             self._started.set_result(None)
 
     def close(self) -> None:
-        """End the waits of `take`: groups that are cancelled with the run are no part of a minibatch."""
+        """End the waits of `take`, so that no minibatch contains groups that were cancelled because the run ends."""
         self._is_closed = True
         self._finished.put(None)
 
@@ -178,7 +178,7 @@ class Oversampling:
             is_last = number == len(self._sizes) - 1
             if known is None:
                 cancelled = self._cancel_others() if is_last else None
-                known = FinishedPart(self._step, number, tuple(indices), cancelled)
+                known = MinibatchGroups(self._step, number, tuple(indices), cancelled)
                 self._record.add(known)
             if is_last:
                 self.cancelled = known.cancelled
@@ -232,10 +232,10 @@ class Oversampling:
 
 
 def compute_oversampling_metrics(groups: Sequence[Group], cancelled: CancelledGroups) -> dict[str, float]:
-    """Compute the numbers of cancelled groups and of their tokens, and how much longer their completions may be.
+    """Compute the numbers of cancelled groups and of their tokens, and mean lengths of completions in tokens.
 
-    `length_kept` is the mean length of the completions of groups that finished in time, in tokens. `length_all_max` is
-    the mean over all completions if each that the service had not returned would have reached its limit.
+    `length_kept` is the mean without the cancelled groups. `length_all_max` includes them, as if each completion that
+    the service had not returned had reached its limit.
     """
     kept_turns = [turn for trajectory, _ in rollouts_of(groups) for turn in trajectory.transitions]
     num_kept, num_tokens = len(kept_turns), sum(len(turn.ac.tokens) for turn in kept_turns)

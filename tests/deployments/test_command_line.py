@@ -140,3 +140,14 @@ def test_configs_may_name_modules_of_the_current_folder(tmp_path: Path, monkeypa
     with pytest.raises(SystemExit):
         main(["--version"])
     assert sys.path[-1] == str(tmp_path)
+
+
+@pytest.mark.parametrize(("option", "overrides"), [([], []), (["--against", "b@1"], ['against="b@1"'])])
+def test_compare_keeps_the_checkpoint_of_the_config(
+    monkeypatch: pytest.MonkeyPatch, option: list[str], overrides: list[str]
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("flows.runs.cli.start", lambda *args: started.append(args[3]))
+    with pytest.raises(SystemExit):
+        main(["compare", "a@1", "against=other@2", *option])
+    assert started == [["against=other@2", 'checkpoint="a@1"', *overrides]]

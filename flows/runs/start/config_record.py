@@ -33,7 +33,8 @@ FORMAT_OF_SCALES = 2
 FORMAT_OF_CORRECTIONS = 3
 _SHORT_VALUES = 60  # characters
 
-# Fields that may change when a run resumes: where it runs and how often it evaluates, never what it trains.
+# Fields that may change when a run resumes. None changes the objective, the data or the schedule; `guards` may leave
+# out bad steps.
 MAY_CHANGE = {
     "base_url",
     "tracking",
@@ -68,8 +69,8 @@ MAY_CHANGE = {
     "register_prompts",
 }
 
-# Beginnings of the names of files that belong to the steps of a run. One that starts over with other settings would
-# otherwise use them: samples of other prompts, skipped steps of other data.
+# Prefixes of the files that belong to the steps of a run. A run that starts over with other settings removes them;
+# otherwise it would use samples of other prompts and skip steps of other data.
 _OF_STEPS = ("candidates-", "guards.", "oversampled.", "held_out_terms.", "examples.", "transcripts-")
 
 # Fields of `MAY_CHANGE` that say where a run is or how it starts. Only changes of the other fields are announced.
@@ -132,7 +133,8 @@ def check_config(
 
     Args:
         start: Newest checkpoint of the run itself; None before its first checkpoint.
-        restarts: Non-empty if the run itself restarts. `resume: never` allows that, and a start of the same flow run.
+        restarts: Reasons of the restarts within this start; empty at its first attempt. `resume: never` allows them,
+            and a second start of the same flow run.
 
     Raises:
         ConfigError: The recorded config differs or is damaged, or `resume` is `never` and the name is in use.
@@ -250,7 +252,7 @@ def _changes(directory: RunDirectory, config: RunConfig) -> dict[str, tuple[Any,
 
 
 def _without_executions(fields: dict[str, Any]) -> dict[str, Any]:
-    """Drop the `execution` of each term, which says where it runs; release 0.1 had executions that are gone."""
+    """Drop the `execution` of each term, which says where it runs; release 0.1 had other values of it."""
     objective = fields.get("objective")
     if not objective or not objective.get("regularizers"):
         return fields

@@ -1,4 +1,4 @@
-"""Chat formats and system prompts of a run in MLflow's prompt registry."""
+"""Chat formats, system prompts and prompt templates of a run in MLflow's prompt registry."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from flows.config.loader import field_values, renderer_names
 from flows.monitoring.run_tags import note_warning
 from tasks.training.tracking.metrics import MetricsLog
 
-# Config fields whose text a model sees before the prompts of the data.
+# Config fields with a system prompt or a template of a prompt.
 _PROMPT_FIELDS = ("system_prompt", "prompt", "teacher_prompt", "shown")  # `shown`: teacher_prompt in release 0.1
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 def register_prompts(log: MetricsLog, config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Register the renderers and system prompts of a config, and link them to the MLflow run.
+    """Register the renderers, system prompts and prompt templates of a config, and link them to the MLflow run.
 
     A text that the registry already has as a version adds no version.
     """
-    templates = {**_renderers(log, config, tokenizer), **_system_prompts(config)}
+    templates = {**_renderers(log, config, tokenizer), **_prompt_texts(config)}
     if not templates:
-        text = "register_prompts has no effect: the config names no system prompt, and no renderer that can be built."
+        text = "register_prompts has no effect: the config has no prompt text, and no renderer that can be built."
         note_warning(log, "prompts", text)
         return
     try:
@@ -59,8 +59,8 @@ def _renderers(log: MetricsLog, config: RunConfig, tokenizer: Tokenizer) -> dict
     return templates
 
 
-def _system_prompts(config: RunConfig) -> dict[str, str]:
-    """Return the system prompts by their names in MLflow's prompt registry, equal for all runs of an experiment."""
+def _prompt_texts(config: RunConfig) -> dict[str, str]:
+    """Return system prompts and templates by name in MLflow's prompt registry, equal for all runs of an experiment."""
     return {_NOT_IN_NAMES.sub("-", f"{config.experiment}-{name}"): text for name, text in _texts(config)}
 
 

@@ -27,8 +27,8 @@ def trajectory(*turns: tuple[int, float]) -> Trajectory:
     return Trajectory(transitions=transitions, final_ob=PROMPT)
 
 
-def group(members: Sequence[Trajectory], final: Sequence[float]) -> TrajectoryGroup:
-    return TrajectoryGroup(list(members), list(final), [{} for _ in members])
+def group(members: Sequence[Trajectory], final_rewards: Sequence[float]) -> TrajectoryGroup:
+    return TrajectoryGroup(list(members), list(final_rewards), [{} for _ in members])
 
 
 # A group with the total rewards 3 and 1, and a group of one member with 5.
@@ -103,10 +103,10 @@ def test_kl_penalty_subtracts_the_kl_above_its_mean() -> None:
 @pytest.mark.parametrize("estimator", ["group_mean", "leave_one_out", "per_turn", "discounted", "gae"])
 @pytest.mark.parametrize("discount", [1.0, 0.9])
 def test_groups_are_dropped_exactly_if_their_advantages_are_zero(estimator: str, discount: float) -> None:
-    """Two members of two turns, with all lengths of 1 and 2 tokens and rewards of 0 and 1."""
+    """Two members of one or two turns, with all lengths of 1 and 2 tokens and rewards of 0 and 1."""
     settings = AdvantageSettings(estimator, discount=discount, decay=0.8)
     turns = [(length, reward) for length in (1, 2) for reward in (0.0, 1.0)]
-    members = [trajectory(first, second) for first in turns for second in turns]
+    members = [trajectory(first, *rest) for first in turns for rest in [(), *((second,) for second in turns)]]
     dropped: list[bool] = []
     for first in members:
         for second in members:
