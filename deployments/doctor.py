@@ -8,6 +8,7 @@ import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -183,7 +184,7 @@ def _storage(storage: str) -> str:
 
 
 def _check_writable(folder: Path) -> None:
-    """Write and delete a file in a directory; remove directories created for the check.
+    """Write and delete a file in a directory; remove directories created for the check, if they are empty.
 
     Raises:
         StorageError: the directory cannot be written to.
@@ -193,10 +194,12 @@ def _check_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"probe")
-        probe.unlink()
-        for path in missing:
-            path.rmdir()
     except OSError as error:
         raise StorageError(
             f"The directory {folder} is not writable ({reason(error)}): fix its permissions or disk, or choose another."
         ) from error
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
+            for path in missing:
+                path.rmdir()

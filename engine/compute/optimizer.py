@@ -29,8 +29,8 @@ class Optimizer:
             Norm of the gradient before clipping; None without clipping.
 
         Raises:
-            RequestError: a parameter is out of range, or the gradient or its square is not finite; the weights are
-                unchanged.
+            RequestError: a parameter is out of range, and the gradient is kept; or an element of the clipped gradient,
+                or its square, is not finite, and the gradient is dropped. The weights are unchanged.
         """
         _check(params)
         try:
@@ -104,7 +104,8 @@ def _check(params: AdamParams) -> None:
         ("learning_rate", 0, math.inf),
         ("beta1", 0, 1),
         ("beta2", 0, 1),
-        # With an eps of 0, a weight whose gradient has always been 0 becomes 0 / 0, such as A at the first step.
+        # With an eps of 0, the update of a weight whose gradient has always been 0 would be 0 / 0, for example of
+        # LoRA's matrix A at the first step, when B is 0.
         ("eps", torch.finfo(torch.float32).tiny, math.inf),
         ("weight_decay", 0, math.inf),
         ("grad_clip_norm", 0, math.inf),

@@ -266,7 +266,7 @@ class Engine:
         return sampler
 
     def can_resample(self, request_id: str) -> bool:
-        """Return True if the request was lost but its sampler exists, so that the client can sample again."""
+        """Return whether the sampler of a lost request still exists, so that the client can sample again."""
         sampler_id = request_id.rpartition(":")[0]
         session = self.sessions.get(request_id.partition(":")[0])
         return session is not None and sampler_id in session.samplers

@@ -13,9 +13,11 @@ from tinker_cookbook.rl.types import EnvGroupBuilder, InitialObservationOverflow
 from tinker_cookbook.tokenizer_utils import Tokenizer, register_tokenizer
 
 from flows.config.base import SERVICE_PATH, BuilderConfig, RunConfig, ServiceConfig, TrackedConfig
+from flows.config.distill import TeacherConfig
 from flows.config.train import BASE_MODEL, TrainConfig
 from flows.monitoring.run_tags import PRICES_TAG
 from flows.runs.blocks import open_service, storage_of, tracking_of
+from flows.runs.checkpoints.checkpoint_refs import find_checkpoint
 from flows.runs.prices import digest_prices, price_of
 from flows.runs.start.fork import check_end, is_fork, starts_of
 from flows.runs.start.resume import origin_step
@@ -218,6 +220,15 @@ def ranges(low: Bill, high: Bill) -> tuple[TokenCosts, TokenCosts, dict[str, Cos
 
 def _has_tokens(costs: TokenCosts) -> bool:
     return costs.num_train_tokens > 0 or costs.sampled != SampledTokens()
+
+
+def teacher_model(config: TrainConfig, teacher: TeacherConfig) -> str:
+    """Return the base model of a teacher, which its checkpoint determines if the config does not.
+
+    Raises:
+        ConfigError: The checkpoint does not exist.
+    """
+    return teacher.model or find_checkpoint(teacher.checkpoint, storage_of(config)).model or config.model
 
 
 def reference_model(config: TrainConfig) -> str:

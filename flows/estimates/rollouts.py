@@ -22,6 +22,7 @@ from flows.estimates.costs import (
     ranges,
     reference_model,
     schedule_of,
+    teacher_model,
     total,
 )
 from flows.runs.blocks import service_url
@@ -170,7 +171,7 @@ def _sizes_of(config: SamplingMethod) -> RunSizes:
     else:
         questions = config.questions.builder(config.teacher_prompt, config.batch_size)
         datasets = [GroupsConfig(environment=questions, teacher=config.teacher)]
-    models = [dataset.teacher.model or config.model for dataset in datasets]
+    models = [teacher_model(config, dataset.teacher) for dataset in datasets]
     environments = [dataset.environment for dataset in datasets]
     with estimate_session_of_run(config, {"environment": environments}) as (resources, tokenizer):
         entries = build_evaluators(config.evaluators, config.infrequent_evaluators, resources)

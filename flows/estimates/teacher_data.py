@@ -21,6 +21,7 @@ from flows.estimates.costs import (
     ranges,
     reference_model,
     schedule_of,
+    teacher_model,
 )
 from flows.runs.blocks import service_url
 from flows.training.plan import num_passes
@@ -41,8 +42,10 @@ class ItemSizes(NamedTuple):
     """Sizes of a prompt that the teacher completes, or of a given sequence.
 
     Attributes:
-        student, teacher: Completions with the prompt of the student and of the teacher; empty for a given sequence.
-        num_prompt_tokens: Tokens of the student's prompt; 0 for a given sequence without a trained token.
+        student, teacher: Sizes of the teacher's completions with the student's and with the teacher's prompt; empty
+            for a given sequence.
+        num_prompt_tokens: Tokens of the student's prompt; of a given sequence, the tokens before its first trained one,
+            0 if none is trained.
         num_given_tokens: Tokens of a given sequence without its last one; 0 for a prompt.
     """
 
@@ -64,7 +67,7 @@ class ItemSizes(NamedTuple):
 
     @property
     def is_trained(self) -> bool:
-        """Return whether the run trains on the item: not on a given sequence without a trained token."""
+        """Return whether the run trains on the item; it leaves out given sequences without a trained token."""
         return self.num_prompt_tokens > 0 or not self.num_given_tokens
 
     @property
@@ -96,7 +99,8 @@ class DataSizes(NamedTuple):
 def estimate_teacher_data(config: TeacherDataMethod) -> CostEstimate:
     """Estimate a run by the cost of an earlier run of the same config and steps, or by the length of completions.
 
-    A teacher completes and scores a prompt once, so the cost is not proportional to the number of steps.
+    A teacher completes and scores a prompt once, so the cost is not proportional to the number of steps, and only an
+    earlier run with the same number of steps counts.
 
     Raises:
         ConfigError: The config, the data or the prices are invalid.
@@ -136,13 +140,13 @@ def _measure(
     config: TeacherDataMethod,
     datasets: Sequence[TeacherDataConfig],
     mixture: Mixture[TeacherInput],
-    numbers: range,
+    step_numbers: range,
     tests: Sequence[Any],
     evaluators: EvaluatorSizes,
 ) -> DataSizes:
     """Measure the distinct items of all steps, and the held-out items of the datasets."""
-    models = [dataset.teacher.model or config.model for dataset in datasets]
-    steps = [mixture.at(step) for step in numbers]
+    models = [teacher_model(config, dataset.teacher) for dataset in datasets]
+    steps = [mixture.at(step) for step in step_numbers]
     distinct: dict[str, Item[TeacherInput]] = {item_key(item): item for items in steps for item in items}
     measured = {key: (models[item.dataset], ItemSizes.of(item.value)) for key, item in distinct.items()}
     items = {key: entry for key, entry in measured.items() if entry[1].is_trained}
@@ -160,7 +164,7 @@ def _measure(
 def _count(
     config: TeacherDataMethod, objective: Objective, sizes: DataSizes, schedule: Schedule, bill: Bill, *, is_high: bool
 ) -> Bill:
-    """Count the tokens of a run whose completions have one token each, or the maximum."""
+    """Count the tokens of a run whose completions have one token each or, with `is_high`, the maximum."""
     length = config.rollout.max_tokens if is_high else 1
     for model, item in sizes.items.values():
         bill.add("teachers", model, item.teacher.sampling(length))
@@ -195,9 +199,9 @@ def _count(
             bill.add("evaluations", config.model, item.student.sampling(length), num_evaluations)
             bill.add("evaluations", model, item.teacher.scoring(length), num_evaluations)
     prompts = [item.num_prompt_tokens for _, item in sizes.held_out[: config.report.num_examples]]
-    of_examples = SampledTokens(sum(prompts), len(prompts) * (config.report.max_tokens if is_high else 1))
+    example_tokens = SampledTokens(sum(prompts), len(prompts) * (config.report.max_tokens if is_high else 1))
     num_times = sum(schedule.evaluates_often_before(at) for at in (schedule.first, schedule.num_steps))
-    bill.add("examples of the report", config.model, of_examples, num_times)
+    bill.add("examples of the report", config.model, example_tokens, num_times)
     return bill
 
 

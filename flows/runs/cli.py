@@ -163,7 +163,7 @@ def _run_quietly(flow: Flow[..., R], config: Config, server: PrefectServer | Non
 
 
 def _check_resumption(config: Config) -> None:
-    """Reject a run in progress, or one that the config would change, before the run waits for its servers.
+    """Before the run waits for its servers, check that it may continue, and say so if it starts over.
 
     Raises:
         ConfigError: The config of the run differs or is damaged.
@@ -192,7 +192,7 @@ def _check_resumption(config: Config) -> None:
 
 @contextmanager
 def _explained_interrupts(config: Config) -> Iterator[None]:
-    """After Ctrl-C or a cancel, say what the same command does, and raise ExplainedInterrupt."""
+    """After Ctrl-C or a cancel, say what happens if the command is repeated, and raise ExplainedInterrupt."""
     from prefect.exceptions import CancelledRun
 
     try:
@@ -209,9 +209,9 @@ def _explained_interrupts(config: Config) -> Iterator[None]:
 
 
 def _how_to_continue(config: Config) -> str:
-    """Return a sentence about the same command after a stop.
+    """Return a sentence that says what happens if the user repeats the command after a stop.
 
-    It would delete a run with `if_exists: delete`. Evaluations, comparisons and exports start over.
+    With `if_exists: delete`, repeating it deletes the run. Evaluations, comparisons and exports start over.
     """
     from flows.config.base import RunConfig, WeightsConfig
     from flows.runs.blocks import storage_of
@@ -226,7 +226,9 @@ def _how_to_continue(config: Config) -> str:
         directory = storage_of(config).run_directory(config.run_name)
         records = resumable(directory)
     except TinkerFlowsError:
-        return f"`tinker-flows resume {config.run_name}` resumes from the last checkpoint, if there is one."
+        storage = f" --storage {shlex.quote(config.storage)}" if config.storage else ""
+        resume = f"tinker-flows resume {shlex.quote(config.run_name)}{storage}"
+        return f"`{resume}` resumes from the last checkpoint, if there is one."
     if not records:
         same = "asks what to do with the run" if config.if_exists == "ask" else "starts over"
         return f"{config.run_name} has no checkpoint yet: the same command {same}."
@@ -249,17 +251,17 @@ def _run(flow: Flow[..., R], config: Config, server: PrefectServer | None) -> R:
     from flows.monitoring.drain import wait_until_recorded
 
     if server is None:
-        return _delivered(flow, config).result()
+        return _run_and_deliver_events(flow, config).result()
     # Not Prefect's ephemeral server, which silently loses most task runs of a real run.
     server.wait()
     with temporary_settings({PREFECT_API_URL: server.url, PREFECT_API_AUTH_STRING: server.login}):
-        state = _delivered(flow, config)
+        state = _run_and_deliver_events(flow, config)
         assert state.state_details.flow_run_id is not None
         wait_until_recorded(state.state_details.flow_run_id, "report" if state.is_completed() else None)
         return state.result()
 
 
-def _delivered(flow: Flow[..., R], config: Config) -> State[R]:
+def _run_and_deliver_events(flow: Flow[..., R], config: Config) -> State[R]:
     """Run a flow and deliver its events, also after Ctrl-C, while its server is up.
 
     Raises:

@@ -25,7 +25,7 @@ Program = tuple[Fraction | str, ...]
 
 _UNKNOWNS = frozenset("xyz")
 _DIGITS = frozenset(string.digits)
-_BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}
+_PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 _ANNOTATION = re.compile(r"<<([^<>]*)>>")
 _ANSWER = re.compile(r"####\s*([-\u2212$0-9.,]*[0-9])")
 _PLAIN_NUMBER = re.compile(r"[-+\u2212\u2013\u2014$€£\s]*[0-9,]*(?:\.([0-9]*))?\s*(%?)[$€£\s]*")
@@ -189,14 +189,14 @@ def _read_side(side: str) -> Program | None:
         source = pattern.sub(replacement, source)
     tokens = _TOKEN.findall(source)[::-1]
     try:
-        program = _expression(tokens, binding=1)
+        program = _expression(tokens, min_precedence=1)
     except _NotArithmeticError:
         return None
     return None if tokens else program
 
 
-def _expression(tokens: list[str], binding: int) -> Program:
-    """Parse and remove tokens until the next one is not an operator with precedence of at least ``binding``.
+def _expression(tokens: list[str], min_precedence: int) -> Program:
+    """Parse and remove tokens until the next one is not an operator with precedence of at least ``min_precedence``.
 
     In valid arithmetic, a weaker operator, a ``)`` or the end follows. This is precedence climbing. The list of tokens
     is reversed, so the next token is its last item.
@@ -205,9 +205,9 @@ def _expression(tokens: list[str], binding: int) -> Program:
     SystemError when two threads call it at once, and terms are prepared in threads.
     """
     program = _operand(tokens)
-    while tokens and _BINDING.get(tokens[-1], 0) >= binding:
+    while tokens and _PRECEDENCE.get(tokens[-1], 0) >= min_precedence:
         operator_ = tokens.pop()
-        right = _expression(tokens, _BINDING[operator_] + 1)
+        right = _expression(tokens, _PRECEDENCE[operator_] + 1)
         # Nonlinear terms can keep Z3 busy for minutes, because Z3 ignores its time limit while it expands products.
         if operator_ in "*/" and _has_unknown(right) and (operator_ == "/" or _has_unknown(program)):
             raise _NotArithmeticError
@@ -219,7 +219,7 @@ def _operand(tokens: list[str]) -> Program:
     """Parse the next number, unknown or parenthesized expression, with its signs."""
     token = tokens.pop() if tokens else ""
     if token == "(":
-        program = _expression(tokens, binding=1)
+        program = _expression(tokens, min_precedence=1)
         if not tokens or tokens.pop() != ")":
             raise _NotArithmeticError
         return program

@@ -1,4 +1,4 @@
-"""YAML that is not what it seems: one sentence each, and no config that takes all memory."""
+"""Unusual YAML in files and overrides: each error is one sentence, and no file exhausts the memory."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_invalid_yaml_in_a_price_table_is_reported_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_files_with_a_byte_order_mark_are_read(tmp_path: Path, encoding: str) -> None:
+def test_files_are_read_with_and_without_a_byte_order_mark(tmp_path: Path, encoding: str) -> None:
     path = tmp_path / "mark.yaml"
     path.write_text(FIELDS, encoding=encoding)
     assert path.read_bytes().startswith((codecs.BOM_UTF8, codecs.BOM_UTF16, b"run"))
@@ -138,7 +138,7 @@ def test_other_texts_that_yaml_reads_as_numbers_are_explained() -> None:
         load_config(SftConfig, None, ["model=tiny", "run_name=a", "data.builder=a:B", "mlflow_tags.x=007"])
 
 
-def test_anchors_and_merge_keys_are_kept() -> None:
+def test_anchors_and_merge_keys_are_expanded() -> None:
     content = "base: &base {rank: 8, seed: 0}\nfirst: {<<: *base, seed: 1}\nsecond: *base\n"
     fields = parse_yaml(content, "It")
     assert fields["first"] == {"rank": 8, "seed": 1}
