@@ -505,7 +505,8 @@ def _check_new(result: EvaluationResult, metrics: Mapping[str, object], evaluato
         if safe_name(key) in result.metrics or safe_name(key) in result.texts:
             raise EvaluatorError(
                 f"The evaluator {evaluator} returned the metric {key!r}, as the held-out data or another evaluator "
-                "did: rename it, as the parameter `name` of tinker-cookbook's SamplerNLLEvaluator does."
+                "did: rename it, with the parameter `name` of tinker_flows:ExactMatch and of tinker-cookbook's "
+                "SamplerNLLEvaluator."
             )
 
 

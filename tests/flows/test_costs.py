@@ -60,11 +60,11 @@ def config_of(method: str, folder: Path, mlflow_uri: str, url: str, **changes: A
     return OnPolicyConfig.model_validate(fields | {"datasets": data} | common | changes)
 
 
-def exact_match(max_tokens: int = 4) -> dict[str, Any]:
+def exact_match(max_tokens: int = 4, name: str = "exact_match") -> dict[str, Any]:
     """Return an evaluator of two problems with two answers each."""
     data = Path(__file__).parents[2] / "examples" / "data" / "gsm8k_test.jsonl"
     sampling = {"max_tokens": max_tokens, "num_samples": 2}
-    params = {"path": str(data), "limit": 2, "renderer_name": "qwen3_instruct", "sampling": sampling}
+    params = {"name": name, "path": str(data), "limit": 2, "renderer_name": "qwen3_instruct", "sampling": sampling}
     return {"builder": "tinker_flows:ExactMatch", "params": params}
 
 
@@ -357,7 +357,7 @@ def test_costs_of_supervised_evaluators(tmp_path: Path, engine_url: str, mlflow_
     fields = sft_fields(tmp_path, "evaluated", mlflow_uri, engine_url) | {"objective": {}, "num_steps": 5}
     fields |= {"eval_every": 2, "infrequent_eval_every": 4, "report": {"num_examples": 0}}
     fields |= {"evaluators": [exact_match(1), {"builder": f"{__name__}:OfUnknownCost"}]}
-    fields |= {"infrequent_evaluators": [exact_match(1)], "budget": {"prices": price_table(tmp_path)}}
+    fields |= {"infrequent_evaluators": [exact_match(1, "rare_match")], "budget": {"prices": price_table(tmp_path)}}
     config = SftConfig.model_validate(fields)
     expected = estimate(config)
     assert expected.excluded == (f"{__name__}:OfUnknownCost (evaluators.1)",)
