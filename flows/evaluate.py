@@ -542,7 +542,8 @@ def _table(
 def _difference_cells(differences: Mapping[str, float], metric: str) -> tuple[str, str]:
     """Return the difference of a metric with its interval, and the p-value; empty texts if it has none."""
     key = f"difference/{metric}"
-    if key not in differences:
+    # Not by `key`, which for the upper bound of a metric names the upper bound of the metric's difference.
+    if f"{key}_p_value" not in differences:
         return "", ""
     interval = ""
     if f"{key}_low" in differences:

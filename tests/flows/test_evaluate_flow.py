@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -36,6 +36,7 @@ from flows.sft import sft
 from tasks.common.sampling import Answer
 from tasks.evaluation.evaluators import build_evaluator
 from tasks.evaluation.grading_metrics import Graded
+from tasks.evaluation.intervals import compare_scores
 from tasks.evaluation.policy_metrics import vendi
 from tasks.evaluation.sampled import SampledEvaluator
 
@@ -175,6 +176,20 @@ def test_the_terminal_shows_differences_and_why_the_checkpoint_was_registered(
     low, high = (evaluated.differences[f"difference/test/nll_{end}"] for end in ("low", "high"))
     assert f"{own - baseline:+.3g} ({low:.3g} to {high:.3g})" in line
     assert "difference/" not in shown
+
+
+def test_the_bounds_of_a_metric_have_no_difference(
+    evaluated: EvaluateResult, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    metrics = {"test/pass_at_1": 0.5, "test/pass_at_1_low": 0.25, "test/pass_at_1_high": 0.75}
+    differences = compare_scores([1.0, 0.0, 1.0, 1.0]).metrics("test/pass_at_1")
+    assert "difference/test/pass_at_1_high" in differences
+    show_evaluation(replace(evaluated, metrics=metrics, baseline=metrics, differences=differences))
+    shown = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if "pass_at_1" in line]
+    assert [row[-2:] for row in rows if row[0].endswith(("_low", "_high"))] == [["", ""]] * 2
+    assert next(row for row in rows if row[0] == "test/pass_at_1")[-2].startswith("+0.75 (")
 
 
 def test_metrics_are_in_mlflow_and_in_a_table(evaluated: EvaluateResult, mlflow_uri: str) -> None:
