@@ -4,7 +4,6 @@ tinker-flows run on_policy_distillation --config examples/on_policy_distillation
 """
 
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -35,6 +34,7 @@ from flows.runs.retries import run_with_approval
 from flows.runs.rights import apply_rights
 from flows.runs.run import Run, open_run
 from flows.runs.start.config_record import FORMAT_OF_CORRECTIONS, recorded_format
+from flows.runs.start.contents import digest_named
 from flows.runs.teachers import open_saved_teacher, open_teachers
 from flows.training.candidates import open_candidates
 from flows.training.trainer import Trainer
@@ -43,6 +43,7 @@ from objectives.config.aliases import renamed_attribute
 from objectives.objective import Objective
 from objectives.terms.token.divergence import READS_DISTRIBUTION
 from tasks.common.builders import build
+from tasks.common.digests import digest_text
 from tasks.common.renderers import renderer_name_of
 from tasks.common.sampling import open_renderer
 from tasks.distillation.hindsight import Hindsight
@@ -223,11 +224,9 @@ def _off_policy(
     built = [open_teacher_data(tokenizer, run.builder_arguments, dataset) for dataset in datasets]
     weights = [dataset.weight for dataset in datasets]
     mixture = Mixture([train for train, _ in built], weights, config.batch_size, config.seed)
-    # The stored teacher data of a run is reused if all of these are the same.
-    ingredients = [config.seed, config.rollout, config.top_k, *datasets, *(teacher.name for teacher in teachers)]
-    key = hashlib.sha256(repr(ingredients).encode()).hexdigest()[:16]
+    key, data = stored_under(config, datasets, [teacher.name for teacher in teachers])
     # Training on a teacher's samples reads no logprobs of the sampler.
-    sequences = SequenceSettings(key, settings.with_service_logprobs(), config.top_k)
+    sequences = SequenceSettings(key, settings.with_service_logprobs(), config.top_k, data)
     source = TeacherDataSource(mixture, teachers, tokenizer, sequences, run.directory)
     source.watch_hangs(hangs)
     held_out = source.held_out([test for _, test in built])
@@ -235,6 +234,23 @@ def _off_policy(
     tests = [(teacher, test) for teacher, dataset, (_, test) in rows if dataset.environment and test is not None]
     distance = [TeacherKL(tests, tokenizer, settings)] if tests else []
     return source, [*([held_out] if held_out else []), *distance]
+
+
+def stored_under(
+    config: TeacherTargetsConfig, datasets: Sequence[TeacherDataConfig], teachers: Sequence[str]
+) -> tuple[str, str]:
+    """Digest what all stored teacher data of a run depends on, and what groups of environments depend on in addition.
+
+    Args:
+        teachers: name of each dataset's teacher.
+    """
+    digests = digest_named(config)
+    models = {config.model, *(dataset.teacher.model for dataset in datasets)}
+    folders = {name: digest for name, digest in digests.get("model", {}).items() if name in models}
+    # The code of a completer is of the kind `environment`; environments themselves are in `datasets`, as data.
+    contents = [folders, digests.get("environment", {})]
+    ingredients = [config.seed, config.rollout, config.top_k, *datasets, *teachers, *contents]
+    return digest_text(repr(ingredients)), digest_text(repr(digests.get("data", {})))
 
 
 def _build_groups(run: Run, config: BuilderConfig) -> tuple[RLDataset, RLDataset | None]:

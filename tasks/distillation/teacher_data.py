@@ -21,6 +21,7 @@ from objectives.batch import Batch
 from objectives.jsonl_cache import JsonlCache
 from objectives.labels import without_labels
 from tasks.common.datum_cache import load_cache, save_cache
+from tasks.common.digests import digest_text
 from tasks.common.task import Pending, call, opaque_argument, step_task
 from tasks.distillation.mixture import BatchedDataset, Item, Mixture
 from tasks.distillation.nll_evaluator import TeacherNLL
@@ -46,11 +47,13 @@ class SequenceSettings:
         key: digest of all settings that the sequences depend on; their cache keys begin with it.
         rollout: settings of the teacher's rollouts.
         top_k: number of soft targets per position; 0 for hard targets.
+        data: digest of the files and code of the data; cache keys of groups whose prompts are not known end with it.
     """
 
     key: str
     rollout: RolloutSettings
     top_k: int
+    data: str
 
 
 class TeacherDataSource(BatchSource):
@@ -141,7 +144,7 @@ class TeacherDataSource(BatchSource):
         compute: Callable[[Sequence[Item[TeacherInput]]], list[list[TeacherSequence]]],
     ) -> list[list[TeacherSequence]]:
         """Sequences of each item from the cache; missing ones are computed and saved."""
-        keys = [f"{self._settings.key}/{part}/{item_key(item)}" for item in items]
+        keys = [f"{self._settings.key}/{part}/{self._key(item)}" for item in items]
         cached = self._cache.find(keys)
         new = {key: item for key, item in zip(keys, items, strict=True) if not cached.get(key)}
         if new:
@@ -151,6 +154,10 @@ class TeacherDataSource(BatchSource):
             call(save_cache, self._cache, self._directory, TAUGHT_NAME)
             cached = self._cache.find(keys)
         return [[TeacherSequence.from_json(data) for data in cached.get(key, [])] for key in keys]
+
+    def _key(self, item: Item[TeacherInput]) -> str:
+        is_known = isinstance(item.value, tinker.Datum | PromptGroup)
+        return item_key(item) if is_known else f"{item_key(item)}/{self._settings.data}"
 
     def _generate(self, items: Sequence[Item[TeacherInput]], step: int) -> list[list[TeacherSequence]]:
         sequences_I = self._hard_sequences(items, step)
@@ -236,12 +243,16 @@ def dataset_values(dataset: BatchedDataset[TeacherInput] | None) -> list[Teacher
 
 
 def item_key(item: Item[TeacherInput]) -> str:
-    """Cache key of an item: the index of its dataset, and the position of a group or a digest of a given sequence.
+    """Cache key of an item: the index of its dataset, the position of a group, and a digest of what is known of it.
 
-    The position of a given sequence differs between epochs.
+    The position of a given sequence differs between epochs; that of a group determines the seeds of its samples.
     """
     if isinstance(item.value, tinker.Datum):
         inputs = (item.value.loss_fn_inputs[name].to_numpy().tobytes() for name in ("target_tokens", "weights"))
         digest = hashlib.sha256(item.value.model_input.model_dump_json().encode() + b"".join(inputs)).hexdigest()
         return f"{item.dataset}/{digest}"
+    if isinstance(item.value, PromptGroup):
+        group = item.value
+        prompts = [prompt.model_dump_json() for prompt in (group.student_prompt, group.teacher_prompt)]
+        return f"{item.dataset}/{item.position}/{digest_text(repr([*prompts, group.stop, group.num_completions]))}"
     return f"{item.dataset}/{item.position}"

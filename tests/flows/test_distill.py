@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from flows.distill import (
     on_policy_distillation,
     prompt_distillation,
     self_distillation,
+    stored_under,
 )
 from flows.runs.result import TrainResult
 from flows.runs.teachers import TEACHERS
@@ -207,6 +209,34 @@ def test_prompted_completions_are_cached_and_learned(tmp_path: Path, engine_url:
     assert 0 < last < first
     tags = MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data.tags
     assert "as for full fine-tuning" in tags["tinker_flows.warning.pitfall.learning_rate"]
+
+
+def test_stored_teacher_data_depends_on_data_teacher_and_completer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only groups whose prompts are unknown depend on the data as a whole."""
+    (folder := tmp_path / "teacher").mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"a")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (completer := tmp_path / "stored_completer.py").write_text("def complete() -> int:\n    return 1\n")
+    import_module("stored_completer")  # as a run imports what it uses
+    dataset = {"environment": environment(tmp_path), "teacher": {"model": str(folder)}}
+    rollout = {"max_tokens": 12, "completer": {"builder": "stored_completer:complete"}}
+    fields = distill_fields(tmp_path, "stored", "") | {"datasets": [dataset], "rollout": rollout}
+    config = OffPolicyConfig.model_validate(fields)
+
+    def stored() -> tuple[str, str]:
+        return stored_under(config, config.datasets, ["teacher"])
+
+    before = stored()
+    assert stored() == before
+    questions(tmp_path, num_train=33)
+    assert (stored()[0] == before[0], stored()[1] == before[1]) == (True, False)
+    (folder / "model.safetensors").write_bytes(b"b")
+    other_teacher = stored()
+    completer.write_text("def complete() -> int:\n    return 2\n")
+    assert len({before[0], other_teacher[0], stored()[0]}) == 3
 
 
 @pytest.mark.parametrize(

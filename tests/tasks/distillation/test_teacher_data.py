@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any, cast
 import pytest
 import tinker
 from tinker import types
+from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset
 from tinker_cookbook.supervised.types import SupervisedDataset
 
 from blocks import RunStorage
@@ -18,7 +20,7 @@ from engine.tiny import byte_tokenizer
 from objectives.batch import Batch, unpack
 from tasks.common.task import inline_tasks
 from tasks.distillation.mixture import Mixture
-from tasks.distillation.prompts import PromptGroup, Prompts
+from tasks.distillation.prompts import PromptEnv, PromptGroup, Prompts
 from tasks.distillation.teacher_data import SequenceSettings, TeacherDataSource
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.rollout_source import RolloutSettings
@@ -61,8 +63,28 @@ class Rows(SupervisedDataset):
         return 1
 
 
+class Opaque(EnvGroupBuilder):
+    """Group of one completion of a prompt, as of an environment of the user."""
+
+    async def make_envs(self) -> list[PromptEnv]:
+        return [PromptEnv(PROMPT, [])]
+
+
+class Groups(RLDataset):
+    """One batch of groups."""
+
+    def __init__(self, *groups: EnvGroupBuilder) -> None:
+        self.groups = list(groups)
+
+    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+        return self.groups
+
+    def __len__(self) -> int:
+        return 1
+
+
 def open_source(
-    folder: Path, dataset: Any, top_k: int = 2, completer: CompleterSpec | None = None
+    folder: Path, dataset: Any, top_k: int = 2, completer: CompleterSpec | None = None, data: str = "data"
 ) -> TeacherDataSource:
     """Open a source of steps of two items."""
     sampling = SamplingDistribution()
@@ -70,7 +92,7 @@ def open_source(
     teacher = Teacher(cast(tinker.SamplingClient, Sampler()), "teacher")
     directory = RunStorage(url=str(folder)).run_directory("run")
     mixture = Mixture[Any]([dataset], [1.0], 2, seed=0)
-    settings = SequenceSettings("key", rollouts, top_k)
+    settings = SequenceSettings("key", rollouts, top_k, data)
     return TeacherDataSource(mixture, [teacher], TOKENIZER, settings, directory)
 
 
@@ -96,6 +118,32 @@ def test_only_samples_of_the_full_distribution_are_targets(
     batch = load_batch(open_source(tmp_path, prompts, completer=completer))
     assert batch.target_tokens_DT[batch.mask_DT].tolist() == [targets] * 2
     assert batch.weights_DT[batch.mask_DT].tolist() == [pytest.approx(weights)] * 2
+
+
+def test_stored_completions_are_those_of_the_present_prompts(tmp_path: Path) -> None:
+    """Corrected data, before the first checkpoint or as `accept_changes` allows: the settings are the same."""
+    other = types.ModelInput.from_ints([7, 8])
+    groups = [PromptGroup(PROMPT, PROMPT, [], num_completions=1), PromptGroup(other, PROMPT, [], num_completions=1)]
+    inputs: list[list[list[int]]] = []
+    for groups_of_start in (groups[:1] * 2, groups, groups[:1] * 2):
+        source = open_source(tmp_path, Prompts(groups_of_start, batch_size=2))
+        inputs.append([datum.model_input.to_ints() for datum in load_batch(source).datums])
+        with inline_tasks():
+            assert source.held_out([Prompts(groups_of_start, batch_size=2)])
+    assert inputs == [[[5, 6]] * 2, [[5, 6], [7, 8]], [[5, 6]] * 2]
+    # Each start reads the prompts that it knows: two, then one, then none is new, in both parts.
+    lines = (tmp_path / "run" / "taught.jsonl").read_text().splitlines()
+    assert [len(json.loads(line.partition(" ")[2])) for line in lines] == [2, 2, 1, 1]
+
+
+def test_completions_of_an_environment_are_stored_with_its_data(tmp_path: Path) -> None:
+    """Its prompts are unknown before a rollout."""
+    group = Opaque()
+    for data in ("old", "new", "old"):
+        load_batch(open_source(tmp_path, Groups(group, group), data=data))
+    lines = (tmp_path / "run" / "taught.jsonl").read_text().splitlines()
+    keys = [[*json.loads(line.partition(" ")[2])] for line in lines]
+    assert keys == [[f"key/train/0/{position}/{data}" for position in (0, 1)] for data in ("old", "new")]
 
 
 @pytest.mark.parametrize("top_k", [0, 2])
