@@ -60,7 +60,7 @@ class CachedSampler:
 
     def sample(self, conversations: Sequence[Conversation], sampling: Sampling) -> list[list[str]]:
         """Sample complete, non-empty answers to each conversation; cached answers are reused."""
-        keys = [_key(self.model, conversation, sampling) for conversation in conversations]
+        keys = [self._find_key(conversation, sampling) for conversation in conversations]
         cached = self.cache.find(keys)
         new = {key: messages for key, messages in zip(keys, conversations, strict=True) if key not in cached}
         # The run's own progress bar starts with the first step, after this bar has ended.
@@ -72,6 +72,20 @@ class CachedSampler:
                 bar.update(len(chunk))
         answers = self.cache.find(keys)
         return [answers[key] for key in keys]
+
+    def _find_key(self, conversation: Conversation, sampling: Sampling) -> str:
+        """Cache key of the answers to a conversation: a digest of the prompt that the model gets.
+
+        Keys of earlier releases had the messages instead. They stay valid, because a run with other answers would not
+        resume.
+        """
+        renderer = self.model.renderer
+        prompt = renderer.build_generation_prompt(list(conversation)).to_ints()
+        keys = [
+            hashlib.sha256(f"{self.model.name}\0{sampling!r}\0{text}".encode()).hexdigest()
+            for text in (json.dumps([prompt, renderer.get_stop_sequences()]), json.dumps(list(conversation)))
+        ]
+        return next((key for key in keys if self.cache.find([key])), keys[0])
 
 
 @retried_task(name="write")
@@ -151,7 +165,3 @@ class GeneratedDataBuilder(ChatDatasetBuilder):
 
         rows = datasets.Dataset.from_list([{"messages": json.dumps(list(messages))} for messages in conversations])
         return SupervisedDatasetFromHFDataset(rows, batch_size=batch_size, map_fn=to_datum)
-
-
-def _key(model: AnswerSampler, conversation: Conversation, sampling: Sampling) -> str:
-    return hashlib.sha256(f"{model.name}\0{sampling!r}\0{json.dumps(list(conversation))}".encode()).hexdigest()

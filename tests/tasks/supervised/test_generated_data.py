@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tinker
-from tinker_cookbook.renderers import get_renderer
+from tinker_cookbook.renderers import Message, get_renderer
 from tinker_cookbook.supervised.types import SupervisedDataset
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
@@ -22,6 +23,8 @@ from objectives.jsonl_cache import JsonlCache
 from tasks.common.builders import build
 from tasks.common.datum_cache import load_cache
 from tasks.common.graders import same_number
+from tasks.common.sampling import Sampling
+from tasks.common.task import inline_tasks
 from tasks.supervised.constitution import RevisedBuilder
 from tasks.supervised.generated_data import WRITTEN_NAME, AnswerSampler, CachedSampler
 from tasks.supervised.self_training import SelfTrainingBuilder
@@ -131,6 +134,30 @@ def test_majority_answers_are_trained_with_word_dropout_and_sampled_once(
     nothing = params | {"labelled_path": None, "test_path": None, "min_agreement": 1.0}
     with pytest.raises(ConfigError, match="No generated answer meets"):
         build_data(monkeypatch, teacher, directory, SelfTrainingBuilder, **nothing)
+
+
+def test_answers_to_another_chat_format_are_sampled(tokenizer: Tokenizer, directory: RunDirectory) -> None:
+    """Those of earlier releases, whose keys have no format, are used as they are."""
+    teacher = Scripted(cast(Any, None), tokenizer, {"": ["4"]})
+    sampling, conversations = Sampling(1, 8, 1.0, 0), [[Message(role="user", content="2 + 2?")]]
+
+    def sample(renderer_name: str) -> None:
+        model = AnswerSampler("scripted", cast(Any, teacher), get_renderer(renderer_name, tokenizer))
+        cache = JsonlCache()
+        load_cache(cache, directory, WRITTEN_NAME)
+        with inline_tasks():
+            CachedSampler(model, cache, directory).sample(conversations, sampling)
+
+    for name in ("qwen3_instruct", "role_colon", "qwen3_instruct", "role_colon"):
+        sample(name)
+    assert ["im_start" in prompt for prompt in teacher.prompts] == [True, False]
+
+    text = f"scripted\0{sampling!r}\0{json.dumps(conversations[0])}"
+    earlier = JsonlCache()
+    earlier.put({hashlib.sha256(text.encode()).hexdigest(): ["four"]})
+    directory.write_bytes(WRITTEN_NAME, f"{earlier.pop_unsaved()}\n".encode())
+    sample("qwen3_instruct")
+    assert len(teacher.prompts) == 2
 
 
 def is_nine(row: dict[str, str], answer: str) -> bool:
