@@ -45,4 +45,7 @@ def _open(run: Run, config: TrainConfig, settings: CandidateSettings) -> Candida
         renderer = open_renderer(names[0] if names else renderer_name_of(config.model, tokenizer), tokenizer)
         return renderer.get_stop_sequences()
 
-    return CandidateSampler(settings, run.directory, tokenizer, stop)
+    # Before the first checkpoint of its own, a run starts over with the present data.
+    starts_over = run.start is None or run.start.has("parent")
+    data_may_differ = starts_over or not {"data", "tokenizer"}.isdisjoint(config.accept_changes)
+    return CandidateSampler(settings, run.directory, tokenizer, stop, data_may_differ=data_may_differ)

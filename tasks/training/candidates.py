@@ -22,6 +22,7 @@ from tinker import types
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.storage import RunDirectory
+from blocks.terminal import print_notice
 from blocks.tinker_internals import BackcompatSamplingClientFuture
 from objectives.batch import Batch, pack, pack_targets, unpack
 from objectives.errors import ObjectiveError
@@ -34,6 +35,8 @@ from tasks.training.batch_source import SampledTokens
 from tasks.training.datums import Datums
 from tasks.training.held_out import EvaluatedBatch
 from tasks.training.token_meter import count_tokens
+
+_PREFIX = "candidates-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +89,18 @@ class CandidateSampler:
         directory: RunDirectory,
         tokenizer: Tokenizer,
         stop: Callable[[], list[str] | list[int]],
+        *,
+        data_may_differ: bool = False,
     ) -> None:
         """Prepare to sample.
 
         Args:
             stop: function that returns the stop sequences; first called when completions are sampled.
+            data_may_differ: True if the run may have other data than when candidates were stored: those of other
+                prompts are sampled again instead of being an error.
         """
         self.settings, self._directory, self._tokenizer, self._stop = settings, directory, tokenizer, stop
+        self._data_may_differ = data_may_differ
         # One thread, so that files are written in the order of the steps, on which `_may_be_stored` relies.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="candidates")
         self._may_be_stored = True  # until a step without stored candidates: later steps have none, either
@@ -111,6 +119,10 @@ class CandidateSampler:
         If the candidates of the step are stored, as after a restart, the stored ones are used.
         """
         stored = self._read(step) if self._may_be_stored else None
+        if stored is not None and self._data_may_differ and (difference := _difference(stored, supervised.result())):
+            print_notice(f"{_name(step)} has {difference}; from this step on, candidates are sampled again.")
+            self._remove_from(step)
+            stored = None
         self._may_be_stored = stored is not None
         snapshot = None if stored is not None else client.save_weights_and_get_sampling_client()
         self._pending = self._thread.submit(copy_context().run, self._batch, step, supervised, stored, snapshot)
@@ -174,21 +186,15 @@ class CandidateSampler:
         batch = supervised.result()
         rows = first_rows(batch)
         prompts = prompts_of(batch)
+        if stored is not None and (difference := _difference(stored, batch)):
+            raise ObjectiveError(
+                f"{_name(step)} has {difference}; restore the data of the run, or delete the file to sample again."
+            )
         completions_P = stored
         if snapshot is not None:
             completions_P = self._sample(step, prompts, self.settings.num, wait_for_snapshot(snapshot))
             self._directory.write_bytes(_name(step), _to_json(completions_P))
         assert completions_P is not None
-        fix = "restore the data of the run, or delete the file to sample again"
-        if len(completions_P) != len(rows):
-            raise ObjectiveError(
-                f"{_name(step)} has completions of {len(completions_P)} prompts, but the batch of step {step} has "
-                f"{len(rows)} with a trained token (earlier releases also counted the others); {fix}."
-            )
-        if not all(map(_are_of, completions_P, prompts)):
-            raise ObjectiveError(
-                f"{_name(step)} has completions of other prompts than the batch of step {step}; {fix}."
-            )
         completions = [completion for group in completions_P for completion in group]
         self._metrics[step] = {
             "candidates/num": float(len(completions)),
@@ -196,6 +202,12 @@ class CandidateSampler:
             "candidates/truncated": sum(c.truncated for c in completions) / len(completions),
         }
         return pack_candidates(batch, rows, prompts, completions_P, self._tokenizer)
+
+    def _remove_from(self, step: int) -> None:
+        """Remove the stored candidates of a step and of all later ones."""
+        for name in self._directory.names():
+            if name.startswith(_PREFIX) and name >= _name(step):
+                self._directory.remove(name)
 
     def _sample(
         self, key: int | str, prompts: Sequence[Sequence[int]], num: int, sampler: tinker.SamplingClient
@@ -330,9 +342,21 @@ def _prompt_tokens(batch: Batch, row: int) -> list[int]:
     return tokens[: int(mask.int().argmax()) + 1]
 
 
-def _are_of(completions: Sequence[Completion], prompt: Sequence[int]) -> bool:
-    """Return whether completions are those of a prompt, as far as this was recorded."""
-    return all(completion.prompt in ("", _digest(prompt)) for completion in completions)
+def _difference(completions_P: Sequence[Sequence[Completion]], batch: Batch) -> str:
+    """Return how the prompts of stored completions differ from those of the batch of their step; empty if they do not.
+
+    The prompts of release 0.1, which did not record them, only differ by their number.
+    """
+    prompts = prompts_of(batch)
+    if len(completions_P) != len(prompts):
+        return (
+            f"completions of {len(completions_P)} prompts, but the batch of this step has {len(prompts)} with a "
+            "trained token (earlier releases also counted the others)"
+        )
+    for completions, prompt in zip(completions_P, prompts, strict=True):
+        if any(completion.prompt not in ("", _digest(prompt)) for completion in completions):
+            return "completions of other prompts than the batch of this step"
+    return ""
 
 
 def _digest(prompt: Sequence[int]) -> str:
@@ -357,4 +381,4 @@ def _to_json(completions_P: Sequence[Sequence[Completion]]) -> bytes:
 
 
 def _name(step: int) -> str:
-    return f"candidates-{step:06d}.json"
+    return f"{_PREFIX}{step:06d}.json"

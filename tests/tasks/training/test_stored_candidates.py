@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,14 +35,33 @@ def batch_of(*texts: str) -> Batch:
     return pack_datums(datums, tokenizer)
 
 
-def candidates_of(batch: Batch, directory: LocalDirectory) -> Batch:
-    """Load the stored candidates of step 0 for a batch."""
+class Snapshot:
+    """Training client, snapshot and sampling client in one: it samples two tokens."""
+
+    num_samples = 0
+
+    def save_weights_and_get_sampling_client(self) -> Snapshot:
+        return self
+
+    def sample(self, prompt: tinker.ModelInput, num: int, params: tinker.SamplingParams) -> Snapshot:
+        self.num_samples += num
+        return self
+
+    def result(self) -> Any:
+        sequence = SimpleNamespace(tokens=[52, 46], logprobs=[-1.0, -1.0], stop_reason="stop")
+        return SimpleNamespace(sequences=[sequence] * 2, prompt_cache_hit_tokens=0, prompt_logprobs=None)
+
+
+def candidates_of(
+    batch: Batch, directory: LocalDirectory, *, client: Any = NO_CLIENT, num_steps: int = 1, **options: bool
+) -> Batch:
+    """Load the candidates of the first steps, which all have the same batch; return those of the last step."""
     settings = CandidateSettings(num=2, max_tokens=4, every=1, overlap=False, seed=0)
-    sampler = CandidateSampler(settings, directory, byte_tokenizer(), list)
+    sampler = CandidateSampler(settings, directory, byte_tokenizer(), list, **options)
     loaded: Future[Batch] = Future()
     loaded.set_result(batch)
     try:
-        return sampler.start(0, loaded, NO_CLIENT).result()
+        return [sampler.start(step, loaded, client).result() for step in range(num_steps)][-1]
     finally:
         sampler.close()
 
@@ -63,5 +83,30 @@ def test_candidates_of_other_prompts_are_rejected(tmp_path: Path) -> None:
             for row in group:
                 row["prompt"] = digest
         directory.write_bytes("candidates-000000.json", json.dumps(rows).encode())
-        with pytest.raises(ObjectiveError, match="has completions of other prompts than the batch of step 0"):
+        with pytest.raises(ObjectiveError, match=r"candidates-000000\.json has completions of other prompts than"):
             candidates_of(batch, directory)
+
+
+def test_candidates_of_earlier_data_are_sampled_again_if_the_data_may_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tasks.training.candidates.wait_for_snapshot", lambda snapshot: snapshot)
+    old, new, longer = batch_of("1 + 1 = 2."), batch_of("2 + 2 = 4."), batch_of("2 + 2 = 4.", "3 + 3 = 6.")
+    client = Snapshot()
+    with LocalDirectory(tmp_path / "run") as directory:
+
+        def load(batch: Batch, num_steps: int = 3) -> int:
+            """Load the candidates of the first steps; return the number of new samples."""
+            before = client.num_samples
+            loaded = candidates_of(batch, directory, client=client, num_steps=num_steps, data_may_differ=True)
+            inputs = [datum.model_input.to_ints() for datum in loaded.datums]
+            assert inputs == [[*prompt, 52] for prompt in prompts_of(batch) for _ in range(2)]
+            return client.num_samples - before
+
+        assert [load(batch) for batch in (old, old, new, new, longer)] == [6, 0, 6, 0, 12]
+        # A run that stops early leaves no candidates of earlier data to a start that would reject them.
+        assert load(old, num_steps=1) == 2
+        assert directory.names() == ["candidates-000000.json"]
+    first, second, _ = capsys.readouterr().err.splitlines()
+    assert first.startswith("candidates-000000.json has completions of other prompts than the batch of this step; from")
+    assert second.startswith("candidates-000000.json has completions of 1 prompts, but the batch of this step has 2")
