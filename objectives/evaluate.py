@@ -25,7 +25,7 @@ from objectives.event_loop import wait_for
 from objectives.gradients.diagnostics import ROW_METRICS, all_finite
 from objectives.losses import cross_entropy
 from objectives.reductions import mean_by_datum, reduce
-from objectives.term import BASE, Regularizer, own_params
+from objectives.term import BASE, Regularizer, definition_of, own_params
 from objectives.torch_internals import count_changes
 
 # Characters that MLflow allows, and a length that leaves room for the prefix with the term's name.
@@ -125,7 +125,9 @@ def evaluate_term(regularizer: Regularizer, outputs: Outputs, batch: Batch, firs
     _check_inputs(regularizer, outputs, batch)
     value, gradient_DT, metrics, by_datum_D = _differentiate(regularizer, outputs, batch)
     _check_finite(regularizer.name, value, gradient_DT)
-    checked = first_step or regularizer.on_error != "raise"
+    # A batch without a token that two sequences share is orthogonal at all logprobs.
+    is_built_in = definition_of(regularizer.term.evaluate).__module__.startswith("objectives.terms.")
+    checked = (first_step or regularizer.on_error != "raise") and not is_built_in
     if checked and regularizer.term.kind == "differentiable" and not gradient_DT.any():
         _reject_constant(regularizer, outputs, batch)
     return Evaluation(regularizer.name, value, gradient_DT, metrics, time.perf_counter() - start, by_datum_D)

@@ -53,9 +53,12 @@ def encode(message: object) -> bytes:
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, Tensor):
-            return _tensor, (np.asarray(obj.detach().cpu().numpy(), order="C"),)
+            tensor = obj.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            # numpy has no bfloat16.
+            plain = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+            return _tensor, (plain.numpy(), tensor.dtype)
         return NotImplemented
 
 
-def _tensor(array: np.ndarray) -> Tensor:
-    return torch.from_numpy(array)
+def _tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(array).view(dtype)

@@ -23,8 +23,8 @@ from objectives.term_weights.targets import TargetSpec
 START_S = 120.0
 _STOP_S = 2.0
 _POLL_S = 0.05
-# Exceptions raised by pickling.
-UNSENDABLE = (pickle.PicklingError, TypeError, AttributeError)
+# Exceptions raised by pickling; a type's own pickling code raises the last two.
+UNSENDABLE = (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError)
 
 
 class SentFields(TypedDict):

@@ -401,10 +401,12 @@ def _read_targets(data: Sequence[Datum]) -> list[Tensor]:
         if "target_tokens" not in datum.loss_fn_inputs:
             raise ObjectiveError(f"Datum {d} has no target_tokens in its loss_fn_inputs: add the target of each token.")
         targets = datum.loss_fn_inputs["target_tokens"].to_torch().long()
-        if targets_D and targets.ndim != targets_D[0].ndim:
+        if targets.numel() == 0:
+            raise ObjectiveError(f"target_tokens of datum {d} is empty: leave out the datum.")
+        if targets_D and targets.shape[1:] != targets_D[0].shape[1:]:
             raise ObjectiveError(
                 f"target_tokens of datum {d} has the shape {tuple(targets.shape)}, but that of datum 0 "
-                f"{tuple(targets_D[0].shape)}: train on one target per position and on several in separate batches."
+                f"{tuple(targets_D[0].shape)}: train on other numbers of targets per position in separate batches."
             )
         for key in ("weights", "mask", "logprobs", *_TOKEN_INPUTS):
             if key in datum.loss_fn_inputs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Context, Decimal
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
@@ -20,6 +20,7 @@ MAX_FACTS = 50
 # Group of the pattern that matches the stated value; the other groups are the key of the lookup.
 STATED = "value"
 
+_EXACT = Context(prec=64)  # more digits than a number has
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,30})(?:\.[0-9]{1,30})?")  # not 007, which may be a code
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -93,7 +94,7 @@ def _count(facts: list[tuple[tuple[str, ...], str]]) -> FactCounts:
 
 def _normalize(value: str) -> str:
     text = value.strip().casefold()
-    return str(Decimal(text).normalize()) if _NUMBER.fullmatch(text) else text
+    return str(_EXACT.plus(_EXACT.normalize(Decimal(text)))) if _NUMBER.fullmatch(text) else text
 
 
 @regularizer("knowledge", kind="scored", prepare=check_facts)

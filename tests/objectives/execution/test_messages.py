@@ -11,7 +11,15 @@ from torch import Tensor
 
 from objectives.execution.messages import encode, receive, send
 
-TENSORS = [torch.tensor(1.5), torch.tensor(True), torch.zeros(0, 2), torch.arange(6.0).reshape(2, 3).T]
+TENSORS = [
+    torch.tensor(1.5),
+    torch.tensor(True),
+    torch.zeros(0, 2),
+    torch.arange(6.0).reshape(2, 3).T,
+    torch.tensor(2.5, dtype=torch.bfloat16),
+    torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).T,
+    torch.tensor([1 + 2j]).conj(),
+]
 
 
 @pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: str(tuple(tensor.shape)))

@@ -168,6 +168,7 @@ def one_input(index: int, key: str, values: torch.Tensor | None):
             one_input(1, "target_tokens", torch.ones(3, 2).long()),
             r"datum 1 has the shape \(3, 2\), but that of datum 0",
         ),
+        (one_input(1, "target_tokens", torch.ones(0).long()), "target_tokens of datum 1 is empty"),
         (one_input(1, "logprobs", None), "Datum 1 has no logprobs of the sampling policy, but other datums"),
         (one_input(0, "logprobs", torch.zeros(3)), r"logprobs of datum 0 has the shape \(3,\)"),
     ],

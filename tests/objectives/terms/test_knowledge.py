@@ -116,6 +116,8 @@ def test_texts_are_checked_with_sqlite(database):
         ("331", 330.0, 0),
         ("7", "007", 0),
         ("0.5", ".5", 0),
+        ("-0", 0, 1),
+        ("1" + "0" * 29 + "1", "1" + "0" * 29 + "2", 0),
     ],
 )
 def test_numbers_compare_as_numbers(tmp_path, stated, known, confirmed):

@@ -327,6 +327,13 @@ def test_equal_sequences_are_parallel_at_any_probability(logprob):
     assert evaluate(bind("orthogonality"), Outputs(torch.full((4,), logprob)), batch).value == pytest.approx(1)
 
 
+def test_sequences_without_a_common_token_are_orthogonal():
+    batch, outputs = make_batch([2, 2])
+    batch = replace(batch, target_tokens_DT=torch.tensor([1, 2, 3, 4]))
+    evaluation = evaluate(bind("orthogonality"), outputs, batch)
+    assert (evaluation.value, evaluation.gradient_DT.any()) == (0.0, False)
+
+
 def test_orthogonality_needs_two_sequences():
     with pytest.raises(ObjectiveError, match="a pair needs two; use larger batches"):
         evaluate(bind("orthogonality"), *reversed(make_batch([3])))
