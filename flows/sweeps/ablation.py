@@ -52,8 +52,8 @@ def ablation_dimensions(config: SweepConfig, regularizers: Sequence[WeightedRegu
     """Return the dimensions that `ablation` and `weights` add to the space.
 
     Raises:
-        ConfigError: The base config has no enabled regularizer, or `weights` is log-grid and a regularizer has a target
-            or the weight 0.
+        ConfigError: The base config has no enabled regularizer; the name of one cannot be part of a path; or `weights`
+            is log-grid and a regularizer has a target or the weight 0.
     """
     if config.ablation == "none" and config.weights == "fixed":
         return []
@@ -61,6 +61,11 @@ def ablation_dimensions(config: SweepConfig, regularizers: Sequence[WeightedRegu
         raise ConfigError(
             "ablation and weights vary the regularizers of the base config, but it has no enabled one: add a "
             "regularizer, or remove ablation and weights."
+        )
+    if unclear := [entry.name for entry in regularizers if "." in entry.name or entry.name.isdecimal()]:
+        raise ConfigError(
+            f"ablation and weights find regularizers by name, but {unclear[0]!r} is a number or has a dot: give the "
+            "regularizer another name, and its function as fn."
         )
     weights = (
         [_weight_dimension(config, regularizer) for regularizer in regularizers] if config.weights == "log-grid" else []

@@ -119,6 +119,13 @@ def test_exponents_without_a_point_are_numbers(tmp_path: Path) -> None:
             {"space": {WEIGHT.format("logic"): [1.0], "objective.regularizers": [[], [{"name": "logic"}]]}},
             "logic.weight and objective.regularizers, of space or weights, vary the same field",
         ),
+        *(
+            (
+                {"fixed": {"objective.regularizers": [{"name": name, "fn": "logic"}]}, "ablation": "leave_one_out"},
+                f"but {name!r} is a number or has a dot",
+            )
+            for name in ("1", "v1.logic")
+        ),
         (
             {"search": {"method": "random"}, "weights": "log-grid", "weight_factors": [1, 1]},
             "between 1 and 1: set a positive weight and different weight_factors",
