@@ -134,8 +134,10 @@ def _record_best(
 
 
 def _let_expire(rest: tinker.RestClient, best: str, own: Sequence[CheckpointRecord], policy: KeepPolicy) -> None:
-    """Give the previous best checkpoint the lifetime of others again; its record may be missing."""
+    """Give the previous best checkpoint the lifetime of others again unless it is final; its record may be missing."""
     record = next((record for record in own if record.state_path == best), None)
+    if record and record.final:
+        return
     for path in _paths(record) if record else [best]:
         _set_ttl(rest, path, policy.ttl_seconds, policy)
 

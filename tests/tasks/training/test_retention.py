@@ -78,6 +78,21 @@ def test_an_expired_checkpoint_is_not_the_best_and_the_next_one_is(tmp_path: Pat
     assert rest.lifetimes == {"tinker://6": None, "tinker://2": 60}
 
 
+def test_the_final_checkpoint_never_expires_even_if_it_was_the_best(tmp_path: Path) -> None:
+    """A finished run that starts again with another `keep_best` has another best checkpoint."""
+    directory = RunStorage(url=str(tmp_path)).run_directory("run")
+    rest, log = RecordingRest(), SimpleNamespace(values=lambda _: {2: 0.2, 4: 0.1})
+    with directory:
+        for step, final in ((2, False), (4, True)):
+            record = {"name": f"{step:06d}", "batch": step, "epoch": 0, "step": step, "state_path": f"tinker://{step}"}
+            append_record(directory, record | {"final": final})
+        for mode in ("min", "max"):
+            policy = KeepPolicy(last=None, metric="test/nll", mode=mode, ttl_seconds=60)
+            keep_checkpoints.fn(cast(Any, rest), directory, cast(Any, log), policy)
+        assert read_records(directory).best["best"] == "tinker://2"
+    assert rest.lifetimes == {"tinker://2": None, "tinker://4": None}
+
+
 def test_compared_checkpoints_include_deleted_ones(tmp_path: Path) -> None:
     """Not counted: the checkpoint of the fork's parent, sampler weights, and steps without a finite value."""
     directory = RunStorage(url=str(tmp_path)).run_directory("run")
