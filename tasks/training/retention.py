@@ -56,11 +56,11 @@ def keep_checkpoints(
     values = log.values(policy.metric) if policy.metric else {}
     candidates = list(own)
     best = find_best(candidates, values, policy.mode)
-    while best and best[0].state_path != recorded:
+    while best:
         directory.check_writer()
-        if _record_best(rest, directory, best, policy):
-            if recorded and recorded not in records.dropped:
-                _let_expire(rest, recorded, own, policy)
+        if _record_best(rest, directory, best, recorded, policy.metric):
+            if recorded and recorded not in {best[0].state_path, *records.dropped}:
+                _let_expire(rest, recorded, own, policy.ttl_seconds)
             break
         candidates.remove(best[0])  # it has expired
         best = find_best(candidates, values, policy.mode)
@@ -117,35 +117,39 @@ def count_candidates(directory: RunDirectory, values: Mapping[int, float]) -> in
 
 
 def _record_best(
-    rest: tinker.RestClient, directory: RunDirectory, new_best: tuple[CheckpointRecord, float], policy: KeepPolicy
+    rest: tinker.RestClient,
+    directory: RunDirectory,
+    new_best: tuple[CheckpointRecord, float],
+    recorded: str,
+    metric: str,
 ) -> bool:
     """Make the service keep the best checkpoint, then record it; return False if it has already expired.
 
-    It is then recorded as dropped.
+    It is then recorded as dropped. The lifetime is also set if the checkpoint is the recorded best or if the policy has
+    no TTL, because an earlier start or release may have set another one.
     """
     record, value = new_best
     path = record.state_path or ""
-    if not all(_set_ttl(rest, weights, None, policy) for weights in _paths(record)):
+    if not all(_set_ttl(rest, weights, None) for weights in _paths(record)):
         append_record(directory, {"name": record.name, "dropped": path})
         return False
-    line = {"name": "best", "best": path, "best_step": step_of(record), "metric": policy.metric, "value": value}
-    append_record(directory, line)
+    if path != recorded:
+        line = {"name": "best", "best": path, "best_step": step_of(record), "metric": metric, "value": value}
+        append_record(directory, line)
     return True
 
 
-def _let_expire(rest: tinker.RestClient, best: str, own: Sequence[CheckpointRecord], policy: KeepPolicy) -> None:
+def _let_expire(rest: tinker.RestClient, best: str, own: Sequence[CheckpointRecord], ttl_seconds: int | None) -> None:
     """Give the previous best checkpoint the lifetime of others again unless it is final; its record may be missing."""
     record = next((record for record in own if record.state_path == best), None)
-    if record and record.final:
+    if ttl_seconds is None or (record and record.final):
         return
     for path in _paths(record) if record else [best]:
-        _set_ttl(rest, path, policy.ttl_seconds, policy)
+        _set_ttl(rest, path, ttl_seconds)
 
 
-def _set_ttl(rest: tinker.RestClient, path: str, ttl_seconds: int | None, policy: KeepPolicy) -> bool:
+def _set_ttl(rest: tinker.RestClient, path: str, ttl_seconds: int | None) -> bool:
     """Change the lifetime of a checkpoint; return False if the service no longer has it."""
-    if policy.ttl_seconds is None:  # without a TTL in the policy, checkpoints never expire
-        return True
     with service_errors(f"change the lifetime of the checkpoint {path}"):
         try:
             rest.set_checkpoint_ttl_from_tinker_path(path, ttl_seconds).result()

@@ -93,6 +93,25 @@ def test_the_final_checkpoint_never_expires_even_if_it_was_the_best(tmp_path: Pa
     assert rest.lifetimes == {"tinker://2": None, "tinker://4": None}
 
 
+def test_the_best_checkpoint_does_not_expire_after_an_earlier_ttl(tmp_path: Path) -> None:
+    """An earlier start has saved all checkpoints with `ttl_seconds`, and has recorded one under a wrong lifetime."""
+    directory = RunStorage(url=str(tmp_path)).run_directory("run")
+    rest, log = RecordingRest(), SimpleNamespace(values=lambda _: {2: 0.2, 4: 0.1})
+    policy = KeepPolicy(last=None, metric="test/nll", mode="min", ttl_seconds=None)
+    with directory:
+        for step in (2, 4):
+            record = {"name": f"{step:06d}", "batch": step, "epoch": 0, "step": step, "state_path": f"tinker://{step}"}
+            append_record(directory, record)
+        append_record(directory, {"name": "best", "best": "tinker://2", "best_step": 2})
+        keep_checkpoints.fn(cast(Any, rest), directory, cast(Any, log), policy)
+        assert rest.lifetimes == {"tinker://4": None}
+        rest.lifetimes.clear()
+        keep_checkpoints.fn(cast(Any, rest), directory, cast(Any, log), policy)
+        assert rest.lifetimes == {"tinker://4": None}
+    lines = (tmp_path / "run" / "checkpoints.jsonl").read_text().splitlines()
+    assert sum("tinker://4" in line for line in lines) == len(["saved", "best"])
+
+
 def test_compared_checkpoints_include_deleted_ones(tmp_path: Path) -> None:
     """Not counted: the checkpoint of the fork's parent, sampler weights, and steps without a finite value."""
     directory = RunStorage(url=str(tmp_path)).run_directory("run")
