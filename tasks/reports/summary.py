@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from urllib.parse import urlsplit
 
 from mlflow.entities import Run as MlflowRun
+from mlflow.entities import RunData
+from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks.storage import CONFIG, RunDirectory, RunStorage
 from objectives.term import BASE
@@ -78,9 +80,7 @@ def summarize(run_name: str, run: MlflowRun, directory: RunDirectory, history: H
             key.removeprefix(TERM_TAG): text for key, text in run.data.tags.items() if key.startswith(TERM_TAG)
         },
         weights=next((path for record in records.checkpoints if (path := record.state_path)), ""),
-        commands=tuple(
-            _commands(run_name, directory, records, run.data.tags.get("prefect.flow_name", ""), _main_term(history))
-        ),
+        commands=tuple(_commands(run_name, directory, records, run.data, _main_term(history))),
     )
 
 
@@ -256,7 +256,7 @@ def _main_term(history: History) -> str:
 
 
 def _commands(
-    run_name: str, directory: RunDirectory, records: Records, method: str, term: str
+    run_name: str, directory: RunDirectory, records: Records, run: RunData, term: str
 ) -> list[tuple[str, str]]:
     """Return purpose and text of the commands that a user may need next.
 
@@ -266,10 +266,12 @@ def _commands(
         term: regularizer to try the run without; may be empty.
     """
     storage, name = storage_option(run_name, directory.location), shlex.quote(run_name)
-    if not any(record.final for record in records.checkpoints):
+    final = next((record for record in records.checkpoints if record.final), None)
+    if final is None:
         return [("Resume", f"tinker-flows resume {name}{storage}")]
     override = storage.replace(" --storage ", " storage=")
     config = "CONFIG" if "://" in directory.location else shlex.quote(f"{directory.location}/{CONFIG}")
+    method = run.tags.get("prefect.flow_name", "")
     start = f"tinker-flows run {method} --config {config} run_name=NEW{override}"
     field, weights = _origin(records)
     origin = f" {field}={shlex.quote(weights)}" if field else ""
@@ -282,6 +284,19 @@ def _commands(
         ("Sample", f'tinker-flows sample {name}@final "PROMPT"{storage}'),
         ("Chat", f"tinker-flows chat {name}@final{storage}"),
         ("Export", f"tinker-flows export {name}@final --adapter exported{storage}"),
-        ("Continue with more steps (fork)", f"{start}{no_init} resume={name}@final num_steps=MORE"),
+        ("Continue with more steps (fork)", f"{start}{no_init} resume={name}@final {_more(final, run.params)}"),
         ("Train on with a new optimizer", f"{start}{no_resume} init_from={name}@final"),
     ]
+
+
+def _more(final: CheckpointRecord, params: Mapping[str, str]) -> str:
+    """Return the overrides that raise the limits at which a run ended.
+
+    Args:
+        params: fields of the run's config that differ from their defaults.
+    """
+    num_steps, num_epochs = params.get("num_steps"), params.get("num_epochs", "1")
+    limits = [] if num_steps is None or step_of(final) < int(num_steps) else ["num_steps"]
+    if num_steps is None or (final.epoch or 0) >= int(num_epochs):
+        limits.append("num_epochs")
+    return " ".join(f"{limit}=MORE" for limit in limits or ["num_steps"])

@@ -19,6 +19,7 @@ from flows.estimates.costs import schedule_of
 from flows.estimates.supervised import estimate
 from flows.runs.blocks import open_service, storage_of
 from flows.runs.pace import find_pace
+from flows.runs.start.fork import check_end
 
 
 def test_pace_is_of_the_newest_run_of_the_same_method(tmp_path: Path) -> None:
@@ -77,8 +78,10 @@ def test_hosted_model_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (fork.num_steps, fork.first_step, fork.num_forward_backwards) == (5, 3, 5)
     assert fork.num_tokens == estimated.num_tokens - before.num_tokens
     assert dict(_rows(fork))["steps"] == "5 (from step 3)"
-    with pytest.raises(ConfigError, match="at step 3, but this run ends at step 3: raise num_steps"):
+    with pytest.raises(ConfigError, match="at step 3, but this run ends at step 3: raise num_steps, or"):
         estimate(config.model_copy(update={"resume": "parent@3", "num_steps": 3}))
+    with pytest.raises(ConfigError, match="ends at step 3: raise num_epochs, or"):
+        check_end(config.model_copy(update={"num_steps": None}), 3, 3)
 
 
 def test_a_fork_is_evaluated_from_its_first_step_on(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from tinker_cookbook.checkpoint_utils import CheckpointRecord
 from blocks import RunStorage
 from blocks.errors import ConfigError
 from flows.config.base import BASE, SERVICE_PATH, RunConfig
+from flows.config.train import TrainConfig
 from flows.runs.checkpoints.checkpoint_refs import (
     NamedCheckpoint,
     describe_missing,
@@ -61,16 +62,17 @@ def starts_of(config: RunConfig, storage: RunStorage) -> list[CheckpointRecord]:
     return [_initial_weights(config, checkpoint) for checkpoint in checkpoints]
 
 
-def check_end(config: RunConfig, step: int, num_steps: int) -> None:
+def check_end(config: TrainConfig, step: int, num_steps: int) -> None:
     """Check that a run has a step left after its origin.
 
     Raises:
         ConfigError: A fork starts at or after its last step.
     """
     if step >= num_steps:
+        limit = "num_steps" if num_steps == config.num_steps else "num_epochs"
         raise ConfigError(
-            f"resume is {config.resume!r}, at step {step}, but this run ends at step {num_steps}: raise num_steps or "
-            "num_epochs, or start at step 0 with its weights through init_from."
+            f"resume is {config.resume!r}, at step {step}, but this run ends at step {num_steps}: raise {limit}, or "
+            "start at step 0 with its weights through init_from."
         )
 
 

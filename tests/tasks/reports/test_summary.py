@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -53,9 +54,14 @@ def record(directory: RunDirectory, step: int, *, final: bool) -> None:
 
 
 def summary(
-    directory: RunDirectory, history: History = HISTORY, datasets: Sequence[Dataset] = (), **tags: str
+    directory: RunDirectory,
+    history: History = HISTORY,
+    datasets: Sequence[Dataset] = (),
+    limits: Mapping[str, int] = MappingProxyType({}),
+    **tags: str,
 ) -> RunSummary:
     params = {"model": "tiny", "learning_rate": "0.001", "lr_schedule": "linear", "data.builder": "a:B"}
+    params |= {limit: str(value) for limit, value in limits.items()}
     data = RunData(
         params=[Param(key, value) for key, value in params.items()],
         tags=[RunTag(key.replace("__", "."), value) for key, value in (tags | {"prefect__flow_name": "sft"}).items()],
@@ -98,6 +104,26 @@ def test_the_commands_leave_out_the_term_with_the_largest_share(directory: RunDi
 
 
 @pytest.mark.parametrize(
+    ("limits", "raised"),
+    [
+        ({}, "num_epochs=MORE"),
+        ({"num_epochs": 2}, "num_epochs=MORE"),
+        ({"num_steps": 24, "num_epochs": 3}, "num_steps=MORE"),
+        ({"num_steps": 99, "num_epochs": 2}, "num_epochs=MORE"),
+        ({"num_steps": 24, "num_epochs": 2}, "num_steps=MORE num_epochs=MORE"),
+    ],
+)
+def test_the_fork_raises_the_limit_at_which_the_run_ended(
+    limits: dict[str, int], raised: str, directory: RunDirectory
+) -> None:
+    line = {"name": "final", "batch": 0, "epoch": 2, "step": 24, "final": True, "state_path": "tinker://a/weights/24"}
+    with directory:
+        directory.append_line("checkpoints.jsonl", json.dumps(line))
+    fork = dict(summary(directory, limits=limits).commands)["Continue with more steps (fork)"]
+    assert fork.endswith(f" resume=mine@final {raised}")
+
+
+@pytest.mark.parametrize(
     ("fields", "parent"),
     [
         ({}, {}),
@@ -137,7 +163,7 @@ def test_the_commands_start_from_the_recorded_config(
     terms["regularizers"][1]["weight"] = 0
     expected = SftConfig.model_validate(base | {"mlflow_tags": {"team": "a"}, "run_name": "NEW"} | fields)
     assert without == expected
-    update: dict[str, Any] = {"resume": "mine@final", "init_from": "base", "num_steps": 99}
+    update: dict[str, Any] = {"resume": "mine@final", "init_from": "base", "num_epochs": 99}
     assert loaded("Continue with more steps (fork)").model_dump().items() >= update.items()
     update = {"resume": "auto", "init_from": "mine@final", "num_steps": config.num_steps}
     assert loaded("Train on with a new optimizer").model_dump().items() >= update.items()
