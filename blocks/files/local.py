@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from blocks.errors import StorageError, reason, storage_error
+from blocks.errors import ConfigError, StorageError, reason, storage_error
 
 
 def home_path() -> Path:
@@ -72,6 +72,16 @@ def file_lock(path: Path) -> Iterator[None]:
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def missing_file_error(file: str, field: str) -> ConfigError:
+    """Build the error for a data file that does not exist; a relative path depends on the directory of the start."""
+    if Path(file).is_absolute() or file.startswith("~"):
+        return ConfigError(f"The data file {file} does not exist: set {field} to an existing file.")
+    return ConfigError(
+        f"The data file {file} does not exist in {Path.cwd()}: set {field} to an existing file; a run resumes in the "
+        "directory where it was started."
+    )
 
 
 def path_of(text: str) -> Path | None:

@@ -10,8 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from blocks.errors import ConfigError
-from blocks.files.local import path_of
+from blocks.files.local import missing_file_error, path_of
 from flows.config.base import BuilderConfig
 from objectives.config.aliases import current_path
 from objectives.config.spec import ObjectiveSpec
@@ -63,7 +62,7 @@ def _check_builder(field: str, config: BuilderConfig) -> None:
     for name, file in _files(config.params, f"{field}.params"):
         path = path_of(file)
         if "://" not in file and not (path and path.exists()):  # tinker-cookbook also reads from object stores
-            raise ConfigError(f"The data file {file} does not exist: set {name} to an existing file.")
+            raise missing_file_error(file, name)
 
 
 def _files(params: Any, path: str) -> Iterator[tuple[str, str]]:

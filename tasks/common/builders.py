@@ -20,7 +20,7 @@ from tinker_cookbook.supervised.types import SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError, StorageError, TinkerFlowsError
-from blocks.files.local import path_of
+from blocks.files.local import missing_file_error, path_of
 from objectives.config.import_path import import_path
 from objectives.config.import_policy import NotAllowedError, check_builder, check_function
 from tasks.common.internals.chz import guard_imports
@@ -81,9 +81,9 @@ def build(
         blueprint = chz.Blueprint(target).apply(_expand_lists(target, flat), layer_name=f"{field}.params")
         return call(_with_defaults(blueprint, default_params(tokenizer, resources)).make())
     except FileNotFoundError as error:
-        raise ConfigError(
-            f"The data file {error.filename or error} does not exist: set {field}.params to an existing file."
-        ) from error
+        file = str(error.filename or error)
+        name = next((name for name, value in flat.items() if isinstance(value, Castable) and value.value == file), "")
+        raise missing_file_error(file, ".".join(filter(None, [field, "params", name]))) from error
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:  # third-party code: any error concerns its data

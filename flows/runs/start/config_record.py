@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from prefect.runtime import flow_run
@@ -191,14 +192,16 @@ def check_unchanged(directory: RunDirectory, config: RunConfig, newest: Checkpoi
     """
     changes = {key: change for key, change in _changes(directory, config).items() if key not in MAY_CHANGE}
     if changes:
-        changed = [_describe_change(key, *change) for key, change in sorted(changes.items())]
+        parts = [part for key, change in sorted(changes.items()) for part in _changed_parts(key, *change)]
+        changed = [_describe_change(*part) for part in parts]
+        place = " in the directory where the run was started" if any(_is_other_path(*part) for part in parts) else ""
         fork = ""
         if newest.final and _is_longer(changes):
             fork = f", fork the run with run_name=NEW resume={shlex.quote(config.run_name)}@final"
         raise ConfigError(
             f"The run {config.run_name!r} (now at step {step_of(newest)}) was started with another "
-            f"{', '.join(changed)}: restore it, choose another run_name{fork}, or start anew with if_exists=delete; "
-            f"the first config is {directory.location}/{CONFIG}."
+            f"{', '.join(changed)}: restore it{place}, choose another run_name{fork}, or start anew with "
+            f"if_exists=delete; the first config is {directory.location}/{CONFIG}."
         )
 
 
@@ -206,6 +209,21 @@ def _is_longer(changes: Mapping[str, tuple[Any, Any]]) -> bool:
     """Return whether a changed number of steps or epochs asks for more of them."""
     numbers = [changes[name] for name in ("num_steps", "num_epochs") if name in changes]
     return any(now is None or (before is not None and now > before) for before, now in numbers)
+
+
+def _changed_parts(key: str, before: Any, now: Any) -> list[tuple[str, Any, Any]]:
+    """Return the dotted names of the parts of a field that differ, with both values."""
+    if not (isinstance(before, Mapping) and isinstance(now, Mapping) and before.keys() == now.keys()):
+        return [(key, before, now)] if before != now else []
+    return [part for name in now for part in _changed_parts(f"{key}.{name}", before[name], now[name])]
+
+
+def _is_other_path(_: str, before: Any, now: Any) -> bool:
+    """Return whether a relative path has become an absolute one of a file of that name."""
+    if not (isinstance(before, str) and isinstance(now, str)):
+        return False
+    recorded, given = PurePath(before), PurePath(now)
+    return given.is_absolute() and not recorded.is_absolute() and given.name == recorded.name
 
 
 def _describe_change(key: str, before: Any, now: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,8 +49,9 @@ def test_wrong_file(tmp_path: Path) -> None:
     fields = dpo_fields(tmp_path, "checked", "")
     builder = "tinker_cookbook.preference.preference_datasets:ComparisonBuilderFromJsonl"
     fields["comparisons"] = {"builder": builder, "params": {"train_path": "nowhere.jsonl"}}
+    place = re.escape(str(Path.cwd()))
     with pytest.raises(
-        ConfigError, match=r"The data file nowhere\.jsonl does not exist: set comparisons\.params\.train_path to an"
+        ConfigError, match=rf"file nowhere\.jsonl does not exist in {place}: set comparisons\.params\.train_path to an"
     ):
         check_references(validate_fields(DpoConfig, fields))
     fields["comparisons"]["params"]["train_path"] = "gs://bucket/train.jsonl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -193,8 +194,11 @@ class OtherBuilder:
 def test_unusable_data_is_rejected(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match="OtherBuilder is not a ComparisonDatasetBuilder; give its"):
         build_comparisons(f"{__name__}:OtherBuilder", {}, tokenizer)
-    with pytest.raises(ConfigError, match=r"absent\.jsonl does not exist: set comparisons\.params"):
+    with pytest.raises(ConfigError, match=r"absent\.jsonl does not exist: set comparisons\.params\.train_path to"):
         build_comparisons(JSONL, {"train_path": str(tmp_path / "absent.jsonl")}, tokenizer)
+    place = rf"absent\.jsonl does not exist in {re.escape(str(Path.cwd()))}: .*; a run resumes in the directory where"
+    with pytest.raises(ConfigError, match=place):
+        build_comparisons(JSONL, {"train_path": "absent.jsonl"}, tokenizer)
     write(tmp_path / "few.jsonl", comparisons()[:3])
     train, _ = build_comparisons(JSONL, {"train_path": str(tmp_path / "few.jsonl")}, tokenizer)
     with pytest.raises(ConfigError, match="has 3 comparisons and batch_size is 4"):

@@ -44,6 +44,29 @@ def test_a_longer_run_is_a_fork(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        (
+            "/data/rows.jsonl",
+            r" \(rows.jsonl, now /data/rows.jsonl\): restore it in the directory where the run was st",
+        ),
+        ("/data/other.jsonl", r" \(rows.jsonl, now /data/other.jsonl\): restore it, choose another run_name"),
+    ],
+)
+def test_a_changed_data_file_is_named(file: str, expected: str, tmp_path: Path) -> None:
+    path = tmp_path / "moved"
+    path.mkdir()
+    builder = {"builder": "a:B", "params": {"file_path": "rows.jsonl", "test_size": 2}}
+    config = SftConfig.model_validate(sft_fields(tmp_path, "moved", "") | {"data": builder})
+    (path / "config.json").write_text(json.dumps(config.model_dump(mode="json")))
+    newest = CheckpointRecord(name="4", batch=4, epoch=0, state_path="tinker://a:train:0/weights/4")
+    builder["params"] = {"file_path": file, "test_size": 2}
+    moved = SftConfig.model_validate(config.model_dump() | {"data": builder})
+    with pytest.raises(ConfigError, match=rf"another data\.params\.file_path{expected}"):
+        check_config(LocalDirectory(path), moved, newest, ())
+
+
+@pytest.mark.parametrize(
     ("changes", "is_removed"),
     [({}, False), ({"eval_every": 7}, False), ({"seed": 5}, True), ({"candidates": {"num": 8}}, True)],
 )
