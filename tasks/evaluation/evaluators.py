@@ -312,8 +312,8 @@ def build_evaluator(
 ) -> Evaluator:
     """Build an evaluator from the import path of its class or builder.
 
-    If calling the builder returns a callable that is no evaluator, as with tinker-cookbook's chz classes, the callable
-    is called as well. Resources that the builder takes and `params` leave out come from the run.
+    If calling the builder returns a callable that is no evaluator and needs no argument, as with tinker-cookbook's chz
+    classes, the callable is called as well. Resources that the builder takes and `params` leave out come from the run.
 
     Raises:
         ConfigError: the builder does not exist, fails, or does not build an evaluator.
@@ -325,7 +325,8 @@ def build_evaluator(
     try:
         accepted = _parameters(make)
         evaluator = make(**{**{name: value for name, value in resources.items() if name in accepted}, **params})
-        if callable(evaluator) and not isinstance(evaluator, TrainingClientEvaluator | SamplingClientEvaluator):
+        is_evaluator = isinstance(evaluator, TrainingClientEvaluator | SamplingClientEvaluator)
+        if callable(evaluator) and not is_evaluator and _needs_no_argument(evaluator):
             evaluator = evaluator()
     except TinkerFlowsError:
         raise
@@ -335,8 +336,8 @@ def build_evaluator(
         ) from error
     if not isinstance(evaluator, TrainingClientEvaluator | SamplingClientEvaluator):
         raise ConfigError(
-            f"The evaluator builder {builder} returned a {type(evaluator).__name__}: return an evaluator of "
-            "tinker-cookbook (TrainingClientEvaluator or SamplingClientEvaluator)."
+            f"The evaluator builder {builder} returned a {type(evaluator).__name__}: return an object whose class "
+            "inherits from tinker-cookbook's TrainingClientEvaluator or SamplingClientEvaluator."
         )
     return evaluator
 
@@ -346,6 +347,16 @@ def _parameters(make: Callable[..., object]) -> Collection[str]:
         return signature(make).parameters
     except ValueError:  # a builtin type without a signature
         return ()
+
+
+def _needs_no_argument(function: Callable[..., object]) -> bool:
+    try:
+        signature(function).bind()
+    except TypeError:
+        return False
+    except ValueError:  # a builtin type without a signature
+        return True
+    return True
 
 
 async def _run_sampling_evaluator(

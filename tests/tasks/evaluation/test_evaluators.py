@@ -60,6 +60,11 @@ class NeedsTraining(TrainingClientEvaluator):
     pass
 
 
+class WithoutBase:
+    async def __call__(self, sampling_client: tinker.SamplingClient) -> dict[str, float]:
+        return {"test/mine": 1.0}
+
+
 def run(*entries: dict[str, object], builder: str = "Evaluator") -> EvaluationResult:
     configs = [
         EvaluatorConfig.model_validate(
@@ -92,6 +97,11 @@ def test_metrics_reach_mlflow(mlflow_log: MetricsLog) -> None:
     expected = {"pass-x40-1": 0.5, "acc -x28--x25--x29-": 40.0, "test/plain": 1.0, "progress/batch": 0.0}
     assert data.metrics == expected
     assert data.tags["tinker_flows.evaluation.verdict"] == "mostly @ right"
+
+
+def test_an_evaluator_without_a_base_class_is_told_to_inherit() -> None:
+    with pytest.raises(ConfigError, match=r"WithoutBase: return an object whose class inherits from tinker-cookbook's"):
+        run({}, builder="WithoutBase")
 
 
 @pytest.mark.parametrize(
