@@ -31,6 +31,13 @@ from tasks.training.tracking.metrics import MetricsLog
 # Key of a record for the digests of the content that the run depends on.
 CONTENTS_KEY = "contents"
 
+# Types of the fields of a record that the project reads. A record may lack each of them.
+_TYPES = {
+    **dict.fromkeys(("batch", "epoch", "step", "best_step"), int),
+    **dict.fromkeys(("name", "state_path", "sampler_path", "dropped", "best"), str),
+    **dict.fromkeys(("parent", CONTENTS_KEY), dict),
+}
+
 # Content of a checkpoint, as tinker-cookbook's `save_checkpoint` names it.
 Kind = Literal["state", "sampler", "both"]
 
@@ -150,13 +157,27 @@ def resumable(directory: RunDirectory) -> list[CheckpointRecord]:
     return list(read_records(directory).checkpoints)
 
 
+def parse_record(fields: Any) -> CheckpointRecord:
+    """Parse a line of checkpoints.jsonl.
+
+    Raises:
+        KeyError, AttributeError, TypeError: the line is no record, or a field has another type.
+    """
+    record = CheckpointRecord.from_dict(fields)
+    for name, expected in _TYPES.items():
+        value = record.get(name, None)
+        if value is not None and not isinstance(value, expected):
+            raise TypeError(f"{name} is {value!r}")
+    return record
+
+
 def read_records(directory: RunDirectory) -> Records:
-    """Read checkpoints.jsonl; a torn line is skipped with a warning."""
+    """Read checkpoints.jsonl; a torn or malformed line is skipped with a warning."""
     checkpoints: list[CheckpointRecord] = []
     samplers: list[CheckpointRecord] = []
     dropped: set[str] = set()
     best: Mapping[str, Any] = {}
-    for record in read_jsonl(directory, CHECKPOINTS_BASE_NAME, CheckpointRecord.from_dict):
+    for record in read_jsonl(directory, CHECKPOINTS_BASE_NAME, parse_record):
         if record.state_path and record.batch is not None:
             checkpoints.append(record)
         elif record.sampler_path and record.batch is not None:

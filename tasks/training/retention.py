@@ -15,7 +15,7 @@ from blocks.storage import RunDirectory
 from tasks.common.jsonl import read_jsonl
 from tasks.common.service_errors import service_errors
 from tasks.common.task import retried_task
-from tasks.training.checkpoints import append_record, read_records, step_of
+from tasks.training.checkpoints import append_record, parse_record, read_records, step_of
 from tasks.training.tracking.logged_models import MODEL_ID, delete_model
 from tasks.training.tracking.metrics import MetricsLog
 
@@ -111,7 +111,7 @@ def count_candidates(directory: RunDirectory, values: Mapping[int, float]) -> in
     Args:
         values: metric by step.
     """
-    records = read_jsonl(directory, CHECKPOINTS_BASE_NAME, CheckpointRecord.from_dict)
+    records = read_jsonl(directory, CHECKPOINTS_BASE_NAME, parse_record)
     own = [record for record in records if record.state_path and not record.has("parent")]
     return len({record.state_path for record in own if math.isfinite(values.get(step_of(record), math.nan))})
 

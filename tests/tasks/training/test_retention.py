@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
+import pytest
 import tinker
 
 from blocks import RunStorage
@@ -123,3 +124,27 @@ def test_compared_checkpoints_include_deleted_ones(tmp_path: Path) -> None:
         append_record(directory, {"name": "7", "batch": 7, "epoch": 0, "step": 7, "sampler_path": "tinker://7"})
         append_record(directory, {"name": "000004", "dropped": "tinker://4"})
     assert count_candidates(directory, values) == len([4, 8])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '"x"',
+        '{"name": "z", "batch": "q", "epoch": 0, "state_path": 5}',
+        '{"name": "z", "batch": 9, "epoch": 0, "step": "q", "state_path": "tinker://9"}',
+        '{"name": "z", "dropped": ["tinker://2"]}',
+        '{"name": "best", "best": "tinker://2", "best_step": "q"}',
+        '{"name": "z", "batch": 9, "epoch": 0, "state_path": "tinker://9", "parent": "run"}',
+    ],
+)
+def test_malformed_records_are_skipped(line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = RunStorage(url=str(tmp_path)).run_directory("run")
+    with directory:
+        append_record(directory, {"name": "000002", "batch": 2, "epoch": 0, "state_path": "tinker://2"})
+        directory.append_line("checkpoints.jsonl", line)
+    records = read_records(directory)
+    assert [record.state_path for record in records.checkpoints] == ["tinker://2"]
+    assert not records.best
+    assert count_candidates(directory, {2: 0.1, 9: 0.2}) == 1
+    assert "Line 2 of" in caplog.text
+    assert "is not a complete record" in caplog.text
