@@ -197,8 +197,10 @@ class Evaluation:
         try:
             inputs = example_inputs(evaluated)
             if self._examples:
-                print_notice(f"{self._config.run_name}: sampling {num} examples for the report")
                 prompts = first_prompts(evaluated, num)
+                num_prompts = sum(batch.num_datums for batch in prompts)
+                noun = "examples" if num_prompts != 1 else "example"
+                print_notice(f"{self._config.run_name}: sampling {num_prompts} {noun} for the report")
                 samples = self._sample(step, self._examples, prompts)
                 inputs = example_inputs(samples, data_completions(evaluated, num))
             tokenizer = self._run.client.get_tokenizer()

@@ -69,8 +69,8 @@ SENSITIVITY_COLUMNS = (
 )
 SENSITIVITY_NOTE = (
     "Effect of changing one term's weight while all other weights stay the same: medians over the last "
-    f"{WINDOW} steps, and in brackets the range of the factor. Steps at which the term has no gradient are left out, "
-    "so the shares may be larger than the means in the table of the terms."
+    f"{WINDOW} steps (all of a shorter run), and in brackets the range of the factor. Steps at which the term has no "
+    "gradient are left out, so the shares may be larger than the means in the table of the terms."
 )
 _MAX_PARTS = 12
 _LARGEST_FACTOR = 1000.0  # of a weight, that is worth naming

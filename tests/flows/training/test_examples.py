@@ -15,6 +15,7 @@ from rl_config import rl_fields
 from sft_config import sft_fields
 
 from blocks import RunStorage
+from examples.gsm8k import DATA
 from flows.config.dpo import DpoConfig
 from flows.config.rl import RlConfig
 from flows.config.train import SftConfig
@@ -45,19 +46,24 @@ def trained(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def test_supervised_examples_are_sampled_at_both_ends_and_change_no_bit(
-    tmp_path: Path, engine_url: str, mlflow_uri: str
+    tmp_path: Path, engine_url: str, mlflow_uri: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """The held-out data has fewer prompts than the report may have examples."""
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join((DATA / "gsm8k_test.jsonl").read_text().splitlines(keepends=True)[:2]))
     results = {}
     for name, num in (("with", 3), ("without", 0)):
         fields = sft_fields(tmp_path, name, mlflow_uri, engine_url) | {"num_steps": 4, "eval_every": 2}
+        fields["data"]["params"]["test_path"] = str(held_out)
         config = SftConfig.model_validate(fields | {"report": {"num_examples": num, "max_tokens": 12}})
         results[name] = sft(config), estimate(config)
+    assert "sampling 2 examples for the report" in capfd.readouterr().err
     assert trained(tmp_path, "with") == trained(tmp_path, "without")
     assert examples_of(tmp_path, "without") == {}
     examples = examples_of(tmp_path, "with")
     assert sorted(examples) == [0, 4]
     for shown in examples.values():
-        assert len({example.prompt for example in shown}) == 3
+        assert len({example.prompt for example in shown}) == 2
         # The corrupted copy of a solution has annotations that are false, which the solution has not.
         assert all(example.other_title == "in the data, the most marked of 2" for example in shown)
         assert all(example.other_flags for example in shown)
@@ -67,8 +73,8 @@ def test_supervised_examples_are_sampled_at_both_ends_and_change_no_bit(
         # Twelve bytes of an untrained model have no annotation.
         assert all(example.unchecked == ("topology", "logic") for example in shown)
     result, estimated = results["with"]
-    assert estimated.examples.num_sample_tokens == 2 * 3 * 12
-    assert 0 < result.metrics["cost/num_sample_tokens"] <= 2 * 3 * 12
+    assert estimated.examples.num_sample_tokens == 2 * 2 * 12
+    assert 0 < result.metrics["cost/num_sample_tokens"] <= 2 * 2 * 12
     assert result.metrics["cost/num_prefill_tokens"] == estimated.examples.num_prefill_tokens
     report = Path(result.report).read_text()
     assert "Examples before and after" in report

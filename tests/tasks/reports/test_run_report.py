@@ -209,7 +209,7 @@ def test_the_artifact_shows_the_spread_and_the_window_of_the_sensitivity() -> No
     }
     text = report_markdown(RunSummary("", (), (), (), (), {}, "", ()), history, ReportExtras())
     assert SENSITIVITY_NOTE in text
-    assert f"last {WINDOW} steps" in SENSITIVITY_NOTE
+    assert f"last {WINDOW} steps (all of a shorter run)" in SENSITIVITY_NOTE
     assert "| x2 (x1 to x3) |" in text
 
 
