@@ -19,7 +19,7 @@ from pydantic import Field
 
 from blocks import TinkerService
 from blocks.errors import ConfigError
-from blocks.files.local import path_of
+from blocks.files.local import check_absent, path_of
 from blocks.terminal import TextConsole
 from flows.config.base import CHECKPOINT, WeightsConfig
 from flows.runs.blocks import open_service, storage_of
@@ -87,6 +87,8 @@ def export(config: ExportConfig) -> ExportResult:
         raise ConfigError(f"output is {config.output!r}, which cannot be a path: set it to a directory.")
     output = output.resolve()
     folders = {kind: str(output / kind) for kind in ("adapter", "merged") if config.form in (kind, "both")}
+    for folder in folders.values():
+        check_absent(Path(folder))
     with open_service(config) as service, tempfile.TemporaryDirectory(prefix="tinker-flows-export-") as temporary:
         base_model = config.base_model or _base_model(service, config.model)
         downloaded = Path(temporary) / "downloaded"

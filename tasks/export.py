@@ -53,7 +53,7 @@ def build_adapter(base_model: str, downloaded: Path, output: Path) -> None:
 
     Raises:
         ConfigError: the base model does not exist or does not match the adapter.
-        StorageError: the output cannot be written or already exists.
+        StorageError: the output cannot be written.
     """
     from tinker_cookbook import weights
 
@@ -68,7 +68,7 @@ def build_merged(base_model: str, downloaded: Path, output: Path) -> None:
 
     Raises:
         ConfigError: the base model does not exist or does not match the adapter.
-        StorageError: the output cannot be written or already exists.
+        StorageError: the output cannot be written.
     """
     from tinker_cookbook import weights
 
@@ -96,8 +96,6 @@ def base_folder(base_model: str) -> Path:
 @contextmanager
 def _building(output: Path) -> Iterator[Path]:
     """Yield a temporary folder to build in; rename it to the output if the block succeeds."""
-    if output.exists():
-        raise StorageError(f"{output} already exists: choose another output or remove it.")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as temporary:

@@ -74,6 +74,16 @@ def file_lock(path: Path) -> Iterator[None]:
         yield
 
 
+def check_absent(path: Path) -> None:
+    """Check that nothing exists at the path of an output.
+
+    Raises:
+        StorageError: something exists there.
+    """
+    if path.exists():
+        raise StorageError(f"{path} already exists: choose another output or remove it.")
+
+
 def missing_file_error(file: str, field: str) -> ConfigError:
     """Build the error for a data file that does not exist; a relative path depends on the directory of the start."""
     if Path(file).is_absolute() or file.startswith("~"):

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from blocks.errors import ConfigError
+from blocks.files.local import check_absent, path_of
 from deployments.cli.options import BaseUrl, ConfigFile, Json, Overrides, Storage, complete_run
 
 Checkpoint = Annotated[
@@ -190,6 +191,9 @@ def export(
         raise ConfigError(
             "The output folder is missing or ambiguous: use --merged OUT, --adapter OUT, or both with the same OUT."
         )
+    for output in filter(None, [merged and f"{merged}/merged", adapter and f"{adapter}/adapter"]):
+        if path := path_of(output):  # before the servers of an export start
+            check_absent(path)
     form = "both" if merged and adapter else "merged" if merged else "adapter"
     fields = {"checkpoint": checkpoint, "output": merged or adapter, "form": form, "storage": storage}
     named = [override for name, value in fields.items() for override in _override(name, value)]

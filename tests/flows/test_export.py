@@ -22,8 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from blocks.errors import ConfigError, ExplainedInterrupt, ServiceError, StorageError
 from blocks.service import TinkerService
+from deployments.cli.weights import export as export_command
 from flows.config.train import SftConfig
 from flows.export import ExportConfig, ExportResult, export
+from flows.runs import cli
 from flows.runs.cli import run, silence_console_logs
 from flows.runs.result import TrainResult
 from flows.sft import sft
@@ -160,6 +162,17 @@ def test_invalid_exports(
     with pytest.raises((ConfigError, ServiceError, StorageError), match=expected):
         export(config(fields, output, **changes))
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+def test_an_existing_output_is_noticed_before_servers_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out" / "adapter").mkdir(parents=True)
+    started: list[str] = []
+    monkeypatch.setattr(cli, "start", lambda *arguments: started.append(arguments[0]))
+    with pytest.raises(StorageError, match="out/adapter already exists: choose another output or remove it"):
+        export_command("mine", adapter=str(tmp_path / "out"))
+    assert not started
+    export_command("mine", merged=str(tmp_path / "out"))
+    assert started == ["flows.export:export"]
 
 
 def test_a_stopped_export_starts_over(capsys: pytest.CaptureFixture[str]) -> None:
