@@ -115,13 +115,15 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def storage_error(verb: str, path: object, error: Exception) -> StorageError:
+def storage_error(verb: str, path: object, error: Exception, remedy: str = "") -> StorageError:
     """Build the error for a failed storage operation.
 
     Args:
         verb: the operation, as in "write".
+        remedy: imperative clause if the cause is known.
     """
+    remedy = remedy or "fix that storage (free space, permissions or keys)"
     return StorageError(
-        f"Could not {verb} {path} ({reason(error)}): fix that storage (free space, permissions or keys) and run the "
-        "same command again; everything saved earlier is intact."
+        f"Could not {verb} {path} ({reason(error)}): {remedy} and run the same command again; "
+        "everything saved earlier is intact."
     )

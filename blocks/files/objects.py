@@ -193,7 +193,7 @@ class Objects:
                 first_failure = first_failure or time.monotonic()
                 patience_s = patience_s if self._endpoint_url in _responsive_endpoints else 0
                 if not _is_transient(error) or time.monotonic() - first_failure >= patience_s:
-                    raise storage_error(verb, f"{self.location}/{name}", error) from error
+                    raise storage_error(verb, f"{self.location}/{name}", error, self._remedy(error)) from error
                 if attempt == 0:
                     print_notice(
                         f"Could not {verb} {self.location}/{name} ({reason(error)}); retrying for up to "
@@ -204,6 +204,16 @@ class Objects:
                 _responsive_endpoints.add(self._endpoint_url)
                 return result
         raise AssertionError("unreachable: the loop has no end")
+
+    def _remedy(self, error: Exception) -> str:
+        """Return the remedy of an error with a known cause; empty for other errors."""
+        if _code(error) == "NoSuchBucket":
+            return f"create the bucket {self._bucket_and_key('')[0]}, or set storage to an existing one,"
+        if isinstance(error, botocore.NoCredentialsError | botocore.PartialCredentialsError):
+            return "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the keys of the storage block,"
+        if isinstance(error, botocore.EndpointConnectionError):
+            return "start its server, or correct AWS_ENDPOINT_URL or the endpoint of the storage block,"
+        return ""
 
 
 def _version_in(response: Mapping[str, Any]) -> str:
