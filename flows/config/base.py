@@ -24,6 +24,7 @@ RESUME = rf"^(auto|never|tinker://\S+|{NAME}(@(\d+|best|final))?)$"
 
 BASE = "base"
 SERVICE_PATH = "tinker://"
+RLHF_TAG = "tinker_flows.rlhf"  # MLflow tag of a stage of rlhf
 CHECKPOINT = rf"^({BASE}|tinker://\S+|{NAME}(@(\d+|best|final))?)$"
 CheckpointKind = Literal["state", "sampler", "both"]
 # Kinds of content whose digests a checkpoint records.

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from flows.config.base import BuilderConfig, Config, NamedConfig, OptionalBuilder, TrackedConfig
+from flows.config.base import RLHF_TAG, BuilderConfig, Config, NamedConfig, OptionalBuilder, TrackedConfig
 from flows.config.dpo import DpoConfig, VerdictConfig
 from flows.config.loader import validate_fields
 from flows.config.rl import RlConfig
@@ -233,7 +233,7 @@ class RlhfConfig(TrackedConfig, NamedConfig):
 
     def _stage_fields(self, stage: str, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of a stage: the fields that it inherits, overridden by its own."""
-        tags = {"tinker_flows.rlhf": self.run_name} | self.mlflow_tags
+        tags = {RLHF_TAG: self.run_name} | self.mlflow_tags
         own_tags = own.get("mlflow_tags", {})
         approval = {"needs_approval": True} if self.needs_approval and own.get("register_as") else {}
         inherited = self.model_dump(include=_INHERITED) | {"run_name": f"{self.run_name}-{stage}"}

@@ -16,7 +16,7 @@ from tinker_cookbook.checkpoint_utils import CheckpointRecord
 from blocks.errors import ConfigError
 from blocks.storage import CONFIG, RunDirectory
 from blocks.terminal import print_notice
-from flows.config.base import RunConfig
+from flows.config.base import BASE, RLHF_TAG, RunConfig
 from flows.config.plain_data import FORMAT_KEY
 from flows.runs.start.cookbook_compat import set_aside_config
 from objectives.config.aliases import with_current_paths
@@ -195,14 +195,24 @@ def check_unchanged(directory: RunDirectory, config: RunConfig, newest: Checkpoi
         parts = [part for key, change in sorted(changes.items()) for part in _changed_parts(key, *change)]
         changed = [_describe_change(*part) for part in parts]
         place = " in the directory where the run was started" if any(_is_other_path(*part) for part in parts) else ""
-        fork = ""
+        is_stage = RLHF_TAG in config.mlflow_tags  # rlhf has no fields `resume` and `if_exists`
+        remedies = [f"restore it{place}", "choose another run_name"]
         if newest.final and _is_longer(changes):
-            fork = f", fork the run with run_name=NEW resume={shlex.quote(config.run_name)}@final"
+            fork = f"run_name=NEW resume={shlex.quote(config.run_name)}@final"
+            remedies.append(f"fork {_fork_of_stage(config, fork) if is_stage else f'the run with {fork}'}")
+        if not is_stage:
+            remedies.append("start anew with if_exists=delete")
+        *most, last = remedies
         raise ConfigError(
             f"The run {config.run_name!r} (now at step {step_of(newest)}) was started with another "
-            f"{', '.join(changed)}: restore it{place}, choose another run_name{fork}, or start anew with "
-            f"if_exists=delete; the first config is {directory.location}/{CONFIG}."
+            f"{', '.join(changed)}: {', '.join(most)}, or {last}; the first config is {directory.location}/{CONFIG}."
         )
+
+
+def _fork_of_stage(config: RunConfig, fork: str) -> str:
+    method = flow_run.get_flow_name() or "METHOD"
+    no_init = "" if config.init_from == BASE else " init_from=base"  # a config may not set both fields
+    return f"the stage with `tinker-flows run {method} --config FILE {fork}{no_init}`"
 
 
 def _is_longer(changes: Mapping[str, tuple[Any, Any]]) -> bool:

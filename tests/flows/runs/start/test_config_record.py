@@ -43,6 +43,24 @@ def test_a_longer_run_is_a_fork(tmp_path: Path) -> None:
             check_config(LocalDirectory(path), now, newest, ())
 
 
+def test_a_longer_stage_is_a_fork_by_its_own_flow(tmp_path: Path) -> None:
+    """The flow rlhf has no fields for a fork or a deletion."""
+    path = tmp_path / "ref-policy"
+    path.mkdir()
+    fields = {"num_steps": 4, "mlflow_tags": {"tinker_flows.rlhf": "ref"}, "init_from": "tinker://a/weights/4"}
+    config = SftConfig.model_validate(sft_fields(tmp_path, "ref-policy", "") | fields)
+    (path / "config.json").write_text(json.dumps(config.model_dump(mode="json")))
+    last = CheckpointRecord(name="4", batch=4, epoch=0, final=True, state_path="tinker://a:train:0/weights/4")
+    expected = (
+        r"restore it, choose another run_name, or fork the stage with `tinker-flows run METHOD --config FILE "
+        r"run_name=NEW resume=ref-policy@final init_from=base`; the first config is"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        check_config(LocalDirectory(path), config.model_copy(update={"num_steps": 8}), last, ())
+    with pytest.raises(ConfigError, match="restore it, or choose another run_name; the first config is"):
+        check_config(LocalDirectory(path), config.model_copy(update={"num_steps": 2}), last, ())
+
+
 @pytest.mark.parametrize(
     ("file", "expected"),
     [
