@@ -174,7 +174,8 @@ def _write_transcript(config: RlConfig, run: Run, step: int, transcript: Transcr
             call(write_traces, run.log, tokenizer, step, opaque_argument(transcript))
         except (MlflowException, TypeError, ValueError) as error:  # the transcript itself is written
             text = (
-                f"MLflow has no traces of the rollouts of step {step} ({reason(error)}); the run's directory has them."
+                f"The traces of the rollouts of step {step} in MLflow are incomplete ({reason(error)}); the run's "
+                "directory has their transcript."
             )
             note_warning(run.log, "traces", text)
 

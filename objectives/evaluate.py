@@ -125,7 +125,7 @@ def evaluate_term(regularizer: Regularizer, outputs: Outputs, batch: Batch, firs
     _check_inputs(regularizer, outputs, batch)
     value, gradient_DT, metrics, by_datum_D = _differentiate(regularizer, outputs, batch)
     _check_finite(regularizer.name, value, gradient_DT)
-    # A batch without a token that two sequences share is orthogonal at all logprobs.
+    # Built-in terms depend on the logprobs, but not on every batch: without a shared token, sequences are orthogonal.
     is_built_in = definition_of(regularizer.term.evaluate).__module__.startswith("objectives.terms.")
     checked = (first_step or regularizer.on_error != "raise") and not is_built_in
     if checked and regularizer.term.kind == "differentiable" and not gradient_DT.any():
@@ -248,7 +248,8 @@ def _reject_constant(regularizer: Regularizer, outputs: Outputs, batch: Batch) -
         replace(outputs, logprobs_DT=torch.linspace(*ends, logprobs_DT.numel()).to(logprobs_DT).reshape_as(logprobs_DT))
         for ends in _PROBES
     )
-    if not any(_differentiate(regularizer, candidate, batch)[1].any() for candidate in candidates):
+    # A gradient of NaN comes from a value that overflows.
+    if not any(_differentiate(regularizer, candidate, batch)[1].nan_to_num(0.0).any() for candidate in candidates):
         raise ObjectiveError(
             f"Term {regularizer.name!r} is declared differentiable, but its value does not depend on the "
             "logprobs, so it would train nothing; declare kind='scored' to estimate a gradient from its values, or "

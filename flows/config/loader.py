@@ -86,7 +86,7 @@ def set_field(fields: dict[str, Any], key: str, value: Any) -> None:
 
 
 def name_entries(fields: Any, key: str) -> str:
-    """Return a dotted path with the entries of lists by their `name`, if they have one, instead of their index.
+    """Return a dotted path with the entries of lists by their `name` instead of their index, if the name is unique.
 
     >>> name_entries({"objective": {"regularizers": [{"name": "logic"}]}}, "objective.regularizers.0.weight")
     'objective.regularizers.logic.weight'
@@ -94,9 +94,11 @@ def name_entries(fields: Any, key: str) -> str:
     parts = key.split(".")
     for position, part in enumerate(parts):
         if isinstance(fields, list):
-            fields = fields[int(part)] if part.isdecimal() and int(part) < len(fields) else None
-            if isinstance(fields, Mapping):
-                parts[position] = str(fields.get("name", part))
+            names = [entry.get("name") if isinstance(entry, Mapping) else None for entry in fields]
+            index = int(part) if part.isdecimal() else names.index(part) if part in names else len(names)
+            fields = fields[index] if index < len(fields) else None
+            if index < len(names) and (name := names[index]) and names.count(name) == 1:
+                parts[position] = str(name)
         else:
             fields = fields.get(part) if isinstance(fields, Mapping) else None
     return ".".join(parts)

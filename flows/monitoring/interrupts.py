@@ -52,9 +52,10 @@ class StopRequest:
         self._cancelled, self._reason = True, reason
 
     def raise_if_requested(self) -> None:
-        """Raise the deferred signal, RunCancelled after a cancel, for which a worker sends SIGTERM, or Prefect's Pause.
+        """Raise the deferred signal, RunCancelled after a cancel, or Prefect's Pause after a suspension.
 
-        If the program has a handler of its own for the signal, which returns, KeyboardInterrupt is raised after it.
+        A SIGTERM with which a worker cancels its flow run counts as the cancel. If the program has a handler of its own
+        for the signal, which returns, KeyboardInterrupt is raised after it.
         """
         # Prefect would set the run of a SIGTERM to Crashed, and the restart automation would start it again.
         if self._signal == signal.SIGTERM and self._is_flow_run_cancelled():

@@ -27,6 +27,7 @@ from flows.runs.blocks import storage_of
 from flows.runs.checkpoints.approval import decide
 from flows.runs.result import TrainResult, as_state
 from flows.runs.start.existing_run import settle_run_name
+from tasks.common.internals.prefect import deferred_suspension
 from tasks.common.service_errors import TRANSIENT_ERRORS
 from tasks.training.checkpoints import resumable, step_of
 
@@ -66,7 +67,7 @@ def _run_with_restarts(config: RunConfig, attempt: Callable[[Sequence[str]], T])
     while True:
         try:
             # Clear the tags: a tagged task first requests a concurrency slot, and fails if the Prefect server is down.
-            with TagsContext(current_tags=set()), leave_state_to_successor():
+            with TagsContext(current_tags=set()), leave_state_to_successor(), deferred_suspension():
                 raise_if_restarted_after_cancel()
                 return attempt(tuple(reasons))
         except RunCancelled as cancelled:

@@ -33,7 +33,7 @@ CONTENTS_KEY = "contents"
 
 # Types of the fields of a record that the project reads. A record may lack each of them.
 _TYPES = {
-    **dict.fromkeys(("batch", "epoch", "step", "best_step"), int),
+    **dict.fromkeys(("batch", "epoch", "step", "best_step", "ttl_seconds"), int),
     **dict.fromkeys(("name", "state_path", "sampler_path", "dropped", "best"), str),
     **dict.fromkeys(("parent", CONTENTS_KEY), dict),
 }
@@ -56,6 +56,7 @@ class PendingCheckpoint:
     is_final: bool
     state: tinker.APIFuture[types.SaveWeightsResponse] | None
     sampler: tinker.APIFuture[types.SaveWeightsForSamplerResponse] | None
+    ttl_seconds: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def enqueue_checkpoint(
     name, ttl = ("final", None) if final else (f"{step:06d}", ttl_seconds)
     state = client.save_state(name, ttl_seconds=ttl) if final or kind != "sampler" else None
     sampler = client.save_weights_for_sampler(name, ttl_seconds=ttl) if final or kind != "state" else None
-    return PendingCheckpoint(step, *divmod(step, steps_per_epoch), name, final, state, sampler)
+    return PendingCheckpoint(step, *divmod(step, steps_per_epoch), name, final, state, sampler, ttl)
 
 
 @step_task(name="checkpoint", task_run_name="checkpoint-{pending.name}")
@@ -131,6 +132,7 @@ def record_checkpoint(
         sampler_path=sampler_path,
         extra={
             "step": pending.step,
+            **({"ttl_seconds": pending.ttl_seconds} if pending.ttl_seconds is not None else {}),
             "mlflow_run_id": log.run_id,
             "flow_run_id": flow_run.get_id(),
             "flow_run_count": flow_run.get_run_count(),

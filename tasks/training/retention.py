@@ -58,7 +58,7 @@ def keep_checkpoints(
     best = find_best(candidates, values, policy.mode)
     while best:
         directory.check_writer()
-        if _record_best(rest, directory, best, recorded, policy.metric):
+        if _record_best(rest, directory, best, recorded, policy):
             if recorded and recorded not in {best[0].state_path, *records.dropped}:
                 _let_expire(rest, recorded, own, policy.ttl_seconds)
             break
@@ -121,20 +121,21 @@ def _record_best(
     directory: RunDirectory,
     new_best: tuple[CheckpointRecord, float],
     recorded: str,
-    metric: str,
+    policy: KeepPolicy,
 ) -> bool:
     """Make the service keep the best checkpoint, then record it; return False if it has already expired.
 
-    It is then recorded as dropped. The lifetime is also set if the checkpoint is the recorded best or if the policy has
-    no TTL, because an earlier start or release may have set another one.
+    It is then recorded as dropped. If the checkpoint was saved with a TTL, its lifetime is set even if it is the
+    recorded best or if the policy has no TTL now, because an earlier start may have left it with one.
     """
     record, value = new_best
     path = record.state_path or ""
-    if not all(_set_ttl(rest, weights, None) for weights in _paths(record)):
+    may_expire = record.has("ttl_seconds") or (policy.ttl_seconds is not None and path != recorded)
+    if may_expire and not all(_set_ttl(rest, weights, None) for weights in _paths(record)):
         append_record(directory, {"name": record.name, "dropped": path})
         return False
     if path != recorded:
-        line = {"name": "best", "best": path, "best_step": step_of(record), "metric": metric, "value": value}
+        line = {"name": "best", "best": path, "best_step": step_of(record), "metric": policy.metric, "value": value}
         append_record(directory, line)
     return True
 

@@ -103,7 +103,7 @@ def knowledge(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]]
 
     A fact is a match of ``pattern``: the group ``value`` is the stated value, the other groups are the key of the
     lookup. A fact is contradicted if the knowledge base has values for the key and the stated value is not among them;
-    case and the number of decimals do not matter.
+    case and trailing zeros of decimals do not matter.
     Facts that the knowledge base does not know are ignored; a text without known facts scores 0.
 
     Source: fact checking against structured knowledge, as in Thorne & Vlachos 2018, "Automated Fact Checking"

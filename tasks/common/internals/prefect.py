@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Self
 
 from prefect import State
@@ -23,15 +24,30 @@ def state_error(state: State[Any]) -> object:
     return state.result(raise_on_failure=False, _sync=True)  # pyright: ignore[reportCallIssue]
 
 
+# Context of a flow run whose tasks see no request to suspend it, and the request.
+_DEFERRED: ContextVar[tuple[FlowRunContext, FlowRunSuspensionRequest] | None] = ContextVar("deferred", default=None)
+
+
 @contextmanager
 def deferred_suspension() -> Iterator[FlowRunSuspensionRequest]:
-    """Yield the request to suspend the current flow run; it stops no task that starts in this block."""
-    context = FlowRunContext.get()
+    """Yield the request to suspend the current flow run; it stops no task that starts in this block.
+
+    A context that is copied before this block still has the request, so enter it before the threads of a run start. In
+    a block within another one of the same flow run, the request is that of the outer one.
+    """
+    context, deferred = FlowRunContext.get(), _DEFERRED.get()
     if context is None:
         yield FlowRunSuspensionRequest()
-        return
-    with context.model_copy(update={"flow_run_suspension_request": FlowRunSuspensionRequest()}):
-        yield context.flow_run_suspension_request
+    elif deferred and deferred[0] is context:
+        yield deferred[1]
+    else:
+        request = context.flow_run_suspension_request
+        with context.model_copy(update={"flow_run_suspension_request": FlowRunSuspensionRequest()}) as own:
+            token = _DEFERRED.set((own, request))
+            try:
+                yield request
+            finally:
+                _DEFERRED.reset(token)
 
 
 class _SerializedSettings(SettingsContext):

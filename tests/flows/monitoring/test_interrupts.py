@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import Context, copy_context
 from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +27,7 @@ from blocks.servers.processes import free_port
 from flows.monitoring import interrupts
 from flows.monitoring.drain import deliver_events
 from flows.monitoring.interrupts import RunCancelled, deferred_interrupts
+from tasks.common.internals.prefect import deferred_suspension
 from tasks.common.task import step_task
 
 
@@ -92,6 +94,11 @@ def test_a_suspended_run_finishes_its_step(prefect_server: str) -> None:
 
     @flow(name="suspended")
     def suspended() -> None:
+        with deferred_suspension():
+            in_loop(copy_context())
+
+    def in_loop(of_a_thread: Context) -> None:
+        """Threads that were started before the loop have a copy of the context at that time."""
         with deferred_interrupts() as stop:
             of_a_step(0)
             assert not stop.requested
@@ -100,6 +107,7 @@ def test_a_suspended_run_finishes_its_step(prefect_server: str) -> None:
             wait_for(lambda: stop.requested, "the request to stop")
             of_a_step(1)
             of_a_step.submit(2).result()
+            of_a_thread.run(of_a_step, 3)
             stop.raise_if_requested()
 
     with get_client(sync_client=True) as client:
@@ -108,7 +116,7 @@ def test_a_suspended_run_finishes_its_step(prefect_server: str) -> None:
         with pytest.raises(Pause):
             run_flow(suspended, flow_run=run)
         state = client.read_flow_run(run.id).state
-    assert steps == [0, 1, 2]
+    assert steps == [0, 1, 2, 3]
     assert state
     assert state.name == "Suspended"
 

@@ -294,6 +294,8 @@ def test_features_depend_on_the_text_labels_and_on_the_code_of_functions(tmp_pat
         ("- x = 3\n- y = 2\n\n* z = 1\n2. w = 4", [("x", 3), ("y", 2), ("z", 1), ("w", 4)]),
         ("x = 3\n- so **y = 2** (from the first line)", [("x", 3), ("y", 2)]),
         ("x = 3 (given), x = \N{MINUS SIGN}3", [("x", 3), ("x", -3)]),
+        ("x =\n5, y\n= 6", [("x", 5), ("y", 6)]),
+        ("3 * 4\n+ x = 10", []),
         ("x = 3**2, x = 3 ** 2, x = 3(y), 5 - x = 2", []),
     ],
 )

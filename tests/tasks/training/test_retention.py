@@ -102,7 +102,7 @@ def test_the_best_checkpoint_does_not_expire_after_an_earlier_ttl(tmp_path: Path
     with directory:
         for step in (2, 4):
             record = {"name": f"{step:06d}", "batch": step, "epoch": 0, "step": step, "state_path": f"tinker://{step}"}
-            append_record(directory, record)
+            append_record(directory, record | {"ttl_seconds": 60})
         append_record(directory, {"name": "best", "best": "tinker://2", "best_step": 2})
         keep_checkpoints.fn(cast(Any, rest), directory, cast(Any, log), policy)
         assert rest.lifetimes == {"tinker://4": None}
@@ -111,6 +111,19 @@ def test_the_best_checkpoint_does_not_expire_after_an_earlier_ttl(tmp_path: Path
         assert rest.lifetimes == {"tinker://4": None}
     lines = (tmp_path / "run" / "checkpoints.jsonl").read_text().splitlines()
     assert sum("tinker://4" in line for line in lines) == len(["saved", "best"])
+
+
+def test_a_run_that_never_had_a_ttl_changes_no_lifetime(tmp_path: Path) -> None:
+    """A compatible service may not have lifetimes at all."""
+    directory = RunStorage(url=str(tmp_path)).run_directory("run")
+    rest, log = RecordingRest("tinker://2"), SimpleNamespace(values=lambda _: {2: 0.2})
+    policy = KeepPolicy(last=None, metric="test/nll", mode="min", ttl_seconds=None)
+    with directory:
+        record = {"name": "000002", "batch": 2, "epoch": 0, "step": 2, "state_path": "tinker://2"}
+        append_record(directory, record)
+        best = keep_checkpoints.fn(cast(Any, rest), directory, cast(Any, log), policy)
+    assert best
+    assert rest.lifetimes == {}
 
 
 def test_compared_checkpoints_include_deleted_ones(tmp_path: Path) -> None:
