@@ -157,10 +157,10 @@ def check_targets(objective: Objective, config: OffPolicyConfig | PromptConfig) 
     for term in filter(None, (objective.base, *objective.regularizers)):
         if term.term.name in READS_DISTRIBUTION:
             raise ConfigError(
-                f"The term {term.term.name} reads the weights of a position as the teacher's distribution, which the "
-                "weights of completions that the teacher samples are only on average: use cross_entropy, train on the "
-                "student's own samples with on_policy_distillation or self_distillation, or let the teacher score "
-                "given sequences (`data` of off_policy_distillation)."
+                f"The term {term.term.name} takes the weights of a position for the teacher's distribution, but those "
+                "of completions that the teacher samples are its distribution only on average: use cross_entropy, "
+                "train on the student's own samples with on_policy_distillation or self_distillation, or let the "
+                "teacher score given sequences (`data` of off_policy_distillation)."
             )
 
 

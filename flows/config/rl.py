@@ -90,7 +90,8 @@ class AdvantageConfig(Config):
         default=False,
         title="Drop constant groups",
         description="Drop groups whose advantages are all zero. With `group_mean` and `leave_one_out`, these are "
-        "groups whose rollouts all have the same reward; with `per_turn`, the same reward at each turn.",
+        "groups whose rollouts all have the same reward; with `per_turn`, the same reward at each turn, where a "
+        "missing turn has the reward 0.",
     )
     kl_coefficient: float = Field(
         default=0.0,

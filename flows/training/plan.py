@@ -132,13 +132,13 @@ class ExpectedTokens:
         is_due = step < self._schedule.num_steps and self._candidates is not None and self._candidates.is_due(step)
         return is_due and bool(self._objective.due(step, on_candidates=True))
 
-    def of_rollouts(self, step: int, last: Iterable[Batch]) -> tuple[int, SampledTokens]:
+    def of_rollouts(self, step: int, last_batches: Iterable[Batch]) -> tuple[int, SampledTokens]:
         """Return the tokens of a step whose rollouts have not started; see `of_step`.
 
         Args:
-            last: batches of the step before it; the rollouts are expected to have as many tokens.
+            last_batches: batches of the step before it; the rollouts are expected to have as many tokens.
         """
-        num_tokens = sum(batch.num_tokens for batch in last)
+        num_tokens = sum(batch.num_tokens for batch in last_batches)
         expected, uncharged = self._source.sampled_for(step - 1)
         return (2 + self._objective.measures_effects(step)) * num_tokens, uncharged + expected
 
@@ -147,7 +147,8 @@ class ExpectedTokens:
     ) -> tuple[int, SampledTokens]:
         """Return the tokens of a step's passes, and the sampled tokens that the budget does not include yet.
 
-        The passes include the evaluation before the step and the pass that checks its update.
+        The passes include those over candidates, the evaluation before the step, the pass that checks its update and,
+        for the last step, the evaluation after it.
 
         Args:
             batch: first minibatch; the others are assumed to be as long.
@@ -168,19 +169,28 @@ class ExpectedTokens:
         return num_tokens, uncharged
 
     def of_run(
-        self, steps: range, first: int, trained: int, skipped: Collection[int], ledger: Ledger, *, in_one_pass: bool
+        self,
+        steps: range,
+        first_tokens: int,
+        trained_tokens: int,
+        skipped: Collection[int],
+        ledger: Ledger,
+        *,
+        in_one_pass: bool,
     ) -> PlannedTokens:
         """Return the tokens of the remaining steps; those of uncounted batches are extrapolated.
 
         Args:
-            first: tokens of the batches of the first of these steps.
-            trained: tokens of the batches that the run has trained on; for a fork, without those of its parent.
+            first_tokens: tokens of the batches of the first of these steps.
+            trained_tokens: tokens of the batches that the run has trained on; for a fork, without those of its parent.
             skipped: steps that the guard skips.
             in_one_pass: whether the service computes the first step's objective in one pass, and so that of the others.
         """
         remaining = [step for step in steps if step not in skipped]
         num_before = sum(step not in skipped for step in range(self._schedule.first, steps.start))
-        tokens, basis = extrapolate_tokens(remaining, self._source.token_counts(), first, (trained, num_before))
+        tokens, basis = extrapolate_tokens(
+            remaining, self._source.token_counts(), first_tokens, (trained_tokens, num_before)
+        )
         passes = {step: num_passes(self._objective, step, self._config.guards.needs_forward_pass) for step in remaining}
         if remaining and passes[remaining[0]] == 2 and in_one_pass:
             passes = dict.fromkeys(remaining, 1)

@@ -76,8 +76,8 @@ class CachedSampler:
     def _find_key(self, conversation: Conversation, sampling: Sampling) -> str:
         """Cache key of the answers to a conversation: a digest of the prompt that the model gets.
 
-        Keys of earlier releases had the messages instead. They stay valid, because a run with other answers would not
-        resume.
+        Keys of earlier releases had the messages instead. They stay valid, because a run of an earlier release would
+        not resume with other answers; if it starts over with another renderer, it keeps the earlier answers.
         """
         renderer = self.model.renderer
         prompt = renderer.build_generation_prompt(list(conversation)).to_ints()
