@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -11,6 +12,7 @@ from tinker_cookbook.supervised.types import SupervisedDataset
 
 from blocks.errors import ConfigError
 from tasks.common.builders import data_errors
+from tasks.rl.group_batches import MOST_READ
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -67,22 +69,56 @@ class Mixture(Generic[T]):
 
 
 class _Stream(Generic[T]):
-    """Items of a dataset by position, computed as if every batch but the last were as long as the first."""
+    """Items of a dataset by position.
+
+    Builders that drop rows have batches of different sizes, which may differ between epochs. The first epoch is read in
+    advance for its size, and later ones as far as they are needed. Streams, and data of more than `MOST_READ` batches,
+    are not read in advance: all batches but the last one have to be as large as the first.
+
+    Attributes:
+        size: number of items of the first epoch.
+    """
 
     def __init__(self, dataset: BatchedDataset[T], seed: int) -> None:
         self._dataset, self._seed = dataset, seed
         self._epoch, self._index = -1, -1
         self._batch: Sequence[T] = ()
-        self._length = len(self._load(0, 0))
+        self._equal_starts: range | None = None
+        # Positions at which the batches of each epoch start and, once all are read, the number of its items.
+        self._starts: dict[int, list[int]] = {}
         # A stream has only full batches, and could not go back from its last one.
-        streams = isinstance(dataset, StreamingSupervisedDatasetFromHFDataset)
-        last_length = self._length if streams else len(self._load(0, len(dataset) - 1))
-        self.size = self._length * (len(dataset) - 1) + min(last_length, self._length)
+        is_stream = isinstance(dataset, StreamingSupervisedDatasetFromHFDataset)
+        if is_stream or len(dataset) > MOST_READ:
+            length = max(len(self._load(0, 0)), 1)
+            self._equal_starts = range(0, length * len(dataset), length)
+            self.size = self._equal_starts[-1] + (length if is_stream else len(self._load(0, len(dataset) - 1)))
+        else:
+            self.size = self._read_to(0, None)[-1]
+        if self.size == 0:
+            raise ConfigError("A dataset of the mixture has no rows: check the rows that its builder drops.")
 
     def item(self, epoch: int, position: int) -> T:
-        index, offset = divmod(position, self._length)
+        """Item of a position, which is below `size`; an epoch of fewer items starts over after the last one."""
+        starts = self._equal_starts or self._read_to(epoch, position)
+        if self._equal_starts is None:
+            position %= max(starts[-1], 1)
+        index = bisect_right(starts, position) - 1
         batch = self._load(epoch, index)
-        return batch[offset % len(batch)]  # a later batch may be shorter than the first
+        stop = starts[index + 1] if index + 1 < len(starts) else self.size
+        if len(batch) != (expected := stop - starts[index]):
+            raise ConfigError(
+                f"Batch {index} of epoch {epoch} of a dataset has the size {len(batch)} instead of {expected}, but "
+                f"streams and data of more than {MOST_READ} batches need batches of equal size, and all data the same "
+                "batches at every read: check the rows that its builder drops."
+            )
+        return batch[position - starts[index]]
+
+    def _read_to(self, epoch: int, position: int | None) -> list[int]:
+        """Read the sizes of an epoch's batches up to the one with an item, all for None; return the known starts."""
+        starts = self._starts.setdefault(epoch, [0])
+        while len(starts) <= len(self._dataset) and (position is None or starts[-1] <= position):
+            starts.append(starts[-1] + len(self._load(epoch, len(starts) - 1)))
+        return starts
 
     def _load(self, epoch: int, index: int) -> Sequence[T]:
         """Load a batch and cache it, because a streaming dataset returns each batch only once."""
@@ -92,8 +128,6 @@ class _Stream(Generic[T]):
                 if epoch != self._epoch and isinstance(dataset, SupervisedDataset):
                     dataset.set_epoch(seed=self._seed + epoch)
                 self._batch = self._dataset.get_batch(index)
-            if not self._batch:
-                raise ConfigError(f"Batch {index} of a dataset is empty: check its rows.")
             self._epoch, self._index = epoch, index
         return self._batch
 

@@ -13,7 +13,7 @@ from blocks.errors import ConfigError
 from tasks.common.builders import data_errors
 
 # Most batches that are read in advance for their sizes.
-_MOST_READ = 1000
+MOST_READ = 1000
 
 
 class GroupBatches:
@@ -37,7 +37,7 @@ class GroupBatches:
     ) -> None:
         """Split the groups into steps of `groups_per_batch` consecutive groups; None keeps the dataset's own batches.
 
-        Builders that drop rows have batches of different sizes. In data of more than `_MOST_READ` batches, only the
+        Builders that drop rows have batches of different sizes. In data of more than `MOST_READ` batches, only the
         first and the last one are read, and all but the last one have to be as large as the first.
 
         Args:
@@ -51,7 +51,7 @@ class GroupBatches:
         """
         self._dataset = dataset
         self._last: tuple[int, Sequence[EnvGroupBuilder]] | None = None
-        if len(dataset) <= _MOST_READ:
+        if len(dataset) <= MOST_READ:
             sizes = [len(self._read(index)) for index in range(len(dataset))]
             self._starts: Sequence[int] = [0, *accumulate(sizes[:-1])]
         else:
@@ -133,7 +133,7 @@ class GroupBatches:
         if size != (expected := stop - self._starts[index]):
             raise ConfigError(
                 f"Batch {index} of the environments has the size {size} instead of {expected}, which steps of equal "
-                f"size allow in data of at most {_MOST_READ} batches that are the same at every read: check the rows "
+                f"size allow in data of at most {MOST_READ} batches that are the same at every read: check the rows "
                 "that their builder drops, or remove groups_per_batch, refill_rounds and oversampling_factor."
             )
 
