@@ -110,7 +110,7 @@ def test_an_unquoted_off_of_yaml_is_off(tmp_path: Path) -> None:
         ({"data": {"builder": "examples.gsm8k:Gsm9k"}}, r"'examples.gsm8k:Gsm9k', which cannot be imported"),
         (
             {"data": conversations(renderer_name="qwen33")},
-            r"held-out data could not be read \(RendererError: Unknown renderer: qwen33",
+            r"Batch 0 of epoch 0 could not be read \(RendererError: Unknown renderer: qwen33",
         ),
         ({"data": conversations(batch_size=0)}, r"data\.params\.common_config\.batch_size is 0: set it to at least 1"),
         ({"learning_rate": "fast"}, r"'learning_rate' is 'fast', but use a number or auto"),
