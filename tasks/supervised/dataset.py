@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import tinker
@@ -21,6 +21,8 @@ from tasks.training.datums import pack_datums
 # Datums that are compared between two reads. A random choice with two outcomes per datum, such as the order of two
 # answers, is equal in both with the probability 2 ** -64.
 _NUM_COMPARED = 64
+
+_Content = tuple[tinker.ModelInput, dict[str, object]]
 
 
 class SupervisedSource(BatchSource):
@@ -103,28 +105,6 @@ class SupervisedSource(BatchSource):
     def token_counts(self) -> Mapping[int, int]:
         return self._token_counts
 
-    def depends_on_order(self) -> bool:
-        """Return whether the first batches of the seed differ when they are read again; a stream is not checked."""
-        if isinstance(self.train, StreamingSupervisedDatasetFromHFDataset):
-            return False
-        first = self._first_datums()
-        num_reads = math.ceil(_NUM_COMPARED / max(len(first), 1))
-        return any(self._first_datums() != first for _ in range(num_reads))
-
-    def _first_datums(self) -> list[tuple[tinker.ModelInput, dict[str, object]]]:
-        """Read the contents of the first batches of the first epoch, up to `_NUM_COMPARED` datums or batches."""
-        datums: list[tinker.Datum] = []
-        for step in range(min(len(self.train), _NUM_COMPARED)):
-            datums += self._get(step)
-            if len(datums) >= _NUM_COMPARED:
-                break
-        self._epoch = None
-        # The equality of `TensorData` is that of objects.
-        return [
-            (datum.model_input, {name: tensor.tolist() for name, tensor in datum.loss_fn_inputs.items()})
-            for datum in datums
-        ]
-
     def _read(self, step: int) -> list[tinker.Datum]:
         if self._reopen is None:
             return self._get(step)
@@ -150,6 +130,43 @@ def _has_weight(datum: tinker.Datum) -> bool:
     """Return False if no token has a weight; a datum without the input `weights` is rejected when it is packed."""
     weights = datum.loss_fn_inputs.get("weights")
     return weights is None or any(weights.data)
+
+
+def depends_on_order(dataset: SupervisedDataset, seed: int) -> bool:
+    """Return whether batches depend on the batches read before; a stream is not checked.
+
+    The first batches of the first epochs are read twice, the second time without the batch before them, so that a
+    generator is found that is seeded once or in each epoch.
+    """
+    if isinstance(dataset, StreamingSupervisedDatasetFromHFDataset):
+        return False
+    first, num_compared = int(len(dataset) > 1), 0
+    for epoch in range(_NUM_COMPARED):
+        batches: list[list[_Content]] = []
+        for batch in _read_epoch(dataset, seed, epoch, 0):
+            batches.append(batch)
+            if len(batches) > _NUM_COMPARED or sum(map(len, batches[first:])) >= _NUM_COMPARED:
+                break
+        if list(islice(_read_epoch(dataset, seed, epoch, first), len(batches) - first)) != batches[first:]:
+            return True
+        num_compared += sum(map(len, batches[first:]))
+        if num_compared >= _NUM_COMPARED:
+            break
+    return False
+
+
+def _read_epoch(dataset: SupervisedDataset, seed: int, epoch: int, first: int) -> Iterator[list[_Content]]:
+    """Read the contents of an epoch's batches, without those before the batch `first`."""
+    for index in range(first, len(dataset)):
+        with data_errors(f"Batch {index} of epoch {epoch}"):
+            if index == first:
+                dataset.set_epoch(seed=seed + epoch)
+            datums = dataset.get_batch(index)
+        # The equality of `TensorData` is that of objects.
+        yield [
+            (datum.model_input, {name: tensor.tolist() for name, tensor in datum.loss_fn_inputs.items()})
+            for datum in datums
+        ]
 
 
 class _ReadDataset(SupervisedDataset):
@@ -192,8 +209,9 @@ def build_dataset(
         train, test = open_data()
         return train, None if test is None else _ReadDataset(test)  # tinker-cookbook reads the held-out data first
 
-    source = SupervisedSource(*open_data(), tokenizer, seed)
-    if not source.depends_on_order():
+    train, test = open_data()
+    source = SupervisedSource(train, test, tokenizer, seed)
+    if not depends_on_order(train, seed):
         return source
     return SupervisedSource(*open_in_order(), tokenizer, seed, lambda: open_in_order()[0])
 

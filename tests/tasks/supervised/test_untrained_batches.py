@@ -15,7 +15,7 @@ from tinker_cookbook.supervised.types import SupervisedDataset
 
 from engine.tiny import byte_tokenizer
 from objectives.errors import ObjectiveError
-from tasks.supervised.dataset import SupervisedSource
+from tasks.supervised.dataset import SupervisedSource, depends_on_order
 
 TOKENIZER: Any = byte_tokenizer()
 
@@ -83,7 +83,7 @@ def test_later_epochs_are_read_only_if_a_row_has_no_trained_token(weights: list[
     assert rows.num_reads == num_reads
 
 
-def test_data_that_counts_its_reads_depends_on_order() -> None:
+def test_data_whose_batches_depend_on_the_order_of_reads_is_found() -> None:
     """Also if each read of the only batch has one datum with one of two values."""
 
     class Random(Rows):
@@ -92,5 +92,28 @@ def test_data_that_counts_its_reads_depends_on_order() -> None:
         def get_batch(self, index: int) -> list[tinker.Datum]:
             return super().get_batch(index)[self.rng.randrange(2) :][:1]
 
-    assert SupervisedSource(Random([1.0, 0.5], 2), None, TOKENIZER, seed=0).depends_on_order()
-    assert not SupervisedSource(Rows([1.0, 0.5, 1.0, 0.5], 2), None, TOKENIZER, seed=0).depends_on_order()
+    class SeededInEachEpoch(Random):
+        def set_epoch(self, seed: int = 0) -> None:
+            self.rng = random.Random(seed)
+
+    class OnlyForwards(Rows):
+        """A stream of a class of its own."""
+
+        next = 0
+
+        def get_batch(self, index: int) -> list[tinker.Datum]:
+            assert index >= self.next
+            self.next = index + 1
+            return super().get_batch(index)
+
+        def set_epoch(self, seed: int = 0) -> None:
+            super().set_epoch(seed)
+            self.next = 0
+
+    assert depends_on_order(Random([1.0, 0.5], 2), seed=0)
+    assert depends_on_order(Random([1.0, 0.5] * 2, 2), seed=0)
+    assert depends_on_order(SeededInEachEpoch([1.0, 0.5] * 2, 2), seed=0)
+    assert depends_on_order(SeededInEachEpoch([1.0, 0.5] * 90, 60), seed=0)
+    assert not depends_on_order(SeededInEachEpoch([1.0, 0.5], 2), seed=0), "one batch has no order"
+    assert not depends_on_order(Rows([1.0, 0.5, 1.0, 0.5], 2), seed=0)
+    assert not depends_on_order(OnlyForwards([1.0, 0.5] * 90, 3), seed=0)
