@@ -42,7 +42,6 @@ from objectives.batch import TOPK
 from objectives.config.aliases import renamed_attribute
 from objectives.objective import Objective
 from objectives.terms.token.divergence import READS_DISTRIBUTION
-from tasks.common.builders import build
 from tasks.common.digests import digest_text
 from tasks.common.renderers import renderer_name_of
 from tasks.common.sampling import open_renderer
@@ -55,6 +54,7 @@ from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.health import HealthLimits
 from tasks.rl.rollout_source import HeldOutEnvironments, HeldOutGroups, build_environments
 from tasks.rl.rollouts.hang_watch import HangWatch
+from tasks.supervised.dataset import open_datasets
 from tasks.training.batch_source import BatchSource, MetricWarning
 
 __getattr__ = partial(renamed_attribute, "flows.distill")  # names of release 0.1
@@ -221,7 +221,7 @@ def _off_policy(
     """Open the source of the teachers' data, and the evaluators on held-out data."""
     teachers = open_teachers(run, config, [dataset.teacher for dataset in datasets])
     tokenizer, settings = run.client.get_tokenizer(), config.rollout.settings(config.seed, NO_REWARD)
-    built = [open_teacher_data(tokenizer, run.builder_arguments, dataset) for dataset in datasets]
+    built = [open_teacher_data(tokenizer, run.builder_arguments, dataset, config.seed) for dataset in datasets]
     weights = [dataset.weight for dataset in datasets]
     mixture = Mixture([train for train, _ in built], weights, config.batch_size, config.seed)
     key, data = stored_under(config, datasets, [teacher.name for teacher in teachers])
@@ -257,10 +257,11 @@ def _build_groups(run: Run, config: BuilderConfig) -> tuple[RLDataset, RLDataset
     return build_environments(config.builder, config.params, run.client.get_tokenizer(), run.builder_arguments)
 
 
-def open_teacher_data(tokenizer: Tokenizer, resources: Mapping[str, Any], config: TeacherDataConfig) -> tuple[Any, Any]:
+def open_teacher_data(
+    tokenizer: Tokenizer, resources: Mapping[str, Any], config: TeacherDataConfig, seed: int
+) -> tuple[Any, Any]:
     """Build the training and held-out data of a dataset; the held-out data may be None."""
     if config.environment:
         return build_environments(config.environment.builder, config.environment.params, tokenizer, resources)
     assert config.data is not None
-    data = config.data
-    return build("data", data.builder, data.params, tokenizer, lambda builder: builder(), resources)
+    return open_datasets(config.data.builder, config.data.params, tokenizer, seed, resources)

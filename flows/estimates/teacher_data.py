@@ -113,7 +113,7 @@ def estimate_teacher_data(config: TeacherDataMethod) -> CostEstimate:
         "data": [dataset.data for dataset in datasets if dataset.data],
     }
     with estimate_session_of_run(config, builders) as (resources, tokenizer):
-        built = [open_teacher_data(tokenizer, resources, dataset) for dataset in datasets]
+        built = [open_teacher_data(tokenizer, resources, dataset, config.seed) for dataset in datasets]
         weights = [dataset.weight for dataset in datasets]
         mixture = Mixture[TeacherInput]([train for train, _ in built], weights, config.batch_size, config.seed)
         schedule = schedule_of(config, len(mixture))

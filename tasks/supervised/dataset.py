@@ -29,27 +29,13 @@ class SupervisedSource(BatchSource):
     """Source of supervised batches."""
 
     def __init__(
-        self,
-        train: SupervisedDataset,
-        test: SupervisedDataset | None,
-        tokenizer: Tokenizer,
-        seed: int,
-        reopen: Callable[[], SupervisedDataset] | None = None,
+        self, train: SupervisedDataset, test: SupervisedDataset | None, tokenizer: Tokenizer, seed: int
     ) -> None:
-        """Check that the training data has a batch.
-
-        Args:
-            reopen: opens the training data anew, for data whose batches depend on the batches read before. Each batch
-                is then read after all earlier ones, as in tinker-cookbook's loop. None for other data.
-        """
+        """Check that the training data has a batch."""
         super().__init__()
-        with data_errors("The training data"):
-            num_batches = len(train)
-        if num_batches == 0:
+        if len(train) == 0:
             raise ConfigError("The training data has no full batch: add rows or reduce batch_size.")
         self.train, self.test, self.tokenizer, self.seed = train, test, tokenizer, seed
-        self._reopen = reopen
-        self._next: int | None = None  # step whose batch follows those read since the data was opened anew
         self._epoch: int | None = None
         self._token_counts: dict[int, int] = {}
         self._last: tuple[int, Batch] | None = None
@@ -106,18 +92,6 @@ class SupervisedSource(BatchSource):
         return self._token_counts
 
     def _read(self, step: int) -> list[tinker.Datum]:
-        if self._reopen is None:
-            return self._get(step)
-        first, self._next = self._next, None  # a read that fails may have changed the dataset
-        if first is None or step < first:
-            self.train, self._epoch, first = self._reopen(), None, 0
-        for earlier in range(first, step):
-            self._get(earlier)
-        datums = self._get(step)
-        self._next = step + 1
-        return datums
-
-    def _get(self, step: int) -> list[tinker.Datum]:
         epoch, index = divmod(step, len(self.train))
         with data_errors(f"Batch {index} of epoch {epoch}"):
             if epoch != self._epoch:
@@ -138,9 +112,11 @@ def depends_on_order(dataset: SupervisedDataset, seed: int) -> bool:
     The first batches of the first epochs are read twice, the second time without the batch before them, so that a
     generator is found that is seeded once or in each epoch.
     """
+    with data_errors("The training data"):
+        first = int(len(dataset) > 1)
     if isinstance(dataset, StreamingSupervisedDatasetFromHFDataset):
         return False
-    first, num_compared = int(len(dataset) > 1), 0
+    num_compared = 0
     for epoch in range(_NUM_COMPARED):
         batches: list[list[_Content]] = []
         for batch in _read_epoch(dataset, seed, epoch, 0):
@@ -169,6 +145,48 @@ def _read_epoch(dataset: SupervisedDataset, seed: int, epoch: int, first: int) -
         ]
 
 
+class _InOrder(SupervisedDataset):
+    """Dataset whose batches depend on the batches read before.
+
+    Each batch is read after all earlier ones of its epoch and of earlier epochs, as in tinker-cookbook's loop.
+    """
+
+    def __init__(self, reopen: Callable[[], SupervisedDataset], seed: int) -> None:
+        """Open the data.
+
+        Args:
+            reopen: opens the data anew.
+            seed: seed of the first epoch; that of each later epoch is larger by 1.
+        """
+        self._reopen, self._seed = reopen, seed
+        self._dataset, self._epoch = reopen(), 0
+        self._next: int | None = 0  # number of batches that were read since the data was opened anew
+
+    def get_batch(self, index: int) -> list[tinker.Datum]:
+        number = self._epoch * len(self) + index
+        first, self._next = self._next, None  # a read that fails may have changed the dataset
+        if first is None or number < first:
+            self._dataset, first = self._reopen(), 0
+        for earlier in range(first, number):
+            self._read(earlier)
+        datums = self._read(number)
+        self._next = number + 1
+        return datums
+
+    def set_epoch(self, seed: int = 0) -> None:
+        self._epoch = seed - self._seed
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def _read(self, number: int) -> list[tinker.Datum]:
+        epoch, index = divmod(number, len(self))
+        with data_errors(f"Batch {index} of epoch {epoch}"):
+            if index == 0:
+                self._dataset.set_epoch(seed=self._seed + epoch)
+            return self._dataset.get_batch(index)
+
+
 class _ReadDataset(SupervisedDataset):
     """Dataset whose batches are read when it is constructed."""
 
@@ -183,14 +201,14 @@ class _ReadDataset(SupervisedDataset):
         return len(self._batches)
 
 
-def build_dataset(
+def open_datasets(
     builder: str,
     params: Mapping[str, Any],
     tokenizer: Tokenizer,
     seed: int,
     resources: Mapping[str, Any] = NO_RESOURCES,
-) -> SupervisedSource:
-    """Construct a `SupervisedDatasetBuilder` by import path and call it.
+) -> tuple[SupervisedDataset, SupervisedDataset | None]:
+    """Construct a `SupervisedDatasetBuilder` by import path and call it for its training and held-out data.
 
     If its batches depend on the batches read before, as with a random generator that all rows share, it is called again
     for each pass over the data.
@@ -199,7 +217,7 @@ def build_dataset(
         resources: open resources of the run for builders with matching parameters; see `build`.
 
     Raises:
-        ConfigError: the builder does not exist, rejects its parameters, cannot read its data or has no full batch.
+        ConfigError: the builder does not exist, rejects its parameters or cannot read its data.
     """
 
     def open_data() -> tuple[SupervisedDataset, SupervisedDataset | None]:
@@ -210,10 +228,24 @@ def build_dataset(
         return train, None if test is None else _ReadDataset(test)  # tinker-cookbook reads the held-out data first
 
     train, test = open_data()
-    source = SupervisedSource(train, test, tokenizer, seed)
     if not depends_on_order(train, seed):
-        return source
-    return SupervisedSource(*open_in_order(), tokenizer, seed, lambda: open_in_order()[0])
+        return train, test
+    return _InOrder(lambda: open_in_order()[0], seed), open_in_order()[1]
+
+
+def build_dataset(
+    builder: str,
+    params: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    seed: int,
+    resources: Mapping[str, Any] = NO_RESOURCES,
+) -> SupervisedSource:
+    """Open the datasets of a builder as a source; see `open_datasets`.
+
+    Raises:
+        ConfigError: as `open_datasets`, or the training data has no full batch.
+    """
+    return SupervisedSource(*open_datasets(builder, params, tokenizer, seed, resources), tokenizer, seed)
 
 
 @retried_task(name="batch", task_run_name="batch-{step}")

@@ -16,7 +16,8 @@ from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 from flows.config.train import SftConfig
 from flows.sft import sft
 from tasks.common.builders import build
-from tasks.supervised.dataset import build_dataset
+from tasks.distillation.mixture import Mixture
+from tasks.supervised.dataset import build_dataset, open_datasets
 
 pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
 PARAMS = {
@@ -136,6 +137,14 @@ def test_comparisons_in_random_order(engine_url: str) -> None:
     assert [texts(straight.batch_at(step).datums) for step in range(2 * per_epoch)] == expected
     assert [texts(resumed.batch_at(step).datums) for step in range(first, 2 * per_epoch)] == expected[first:]
     assert texts(resumed.batch_at(first).datums) == expected[first]
+
+    (train, test), (train_again, _) = (open_datasets(builder, params, tokenizer, seed=0) for _ in range(2))
+    mixture, resumed_mixture = (Mixture[tinker.Datum]([dataset], [1.0], 8, seed=0) for dataset in (train, train_again))
+    assert test is not None
+    assert texts(test.get_batch(0)) == expected_test
+    for step, batch in enumerate(expected):
+        assert texts(item.value for item in mixture.at(step)) == batch
+    assert texts(item.value for item in resumed_mixture.at(first)) == expected[first]
 
 
 def test_weights_follow_train_on_what(conversations: Path, engine_url: str) -> None:
