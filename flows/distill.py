@@ -7,7 +7,7 @@ tinker-flows run on_policy_distillation --config examples/on_policy_distillation
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from prefect import flow
 from tinker_cookbook.eval.evaluators import Evaluator
@@ -15,6 +15,7 @@ from tinker_cookbook.rl.types import RLDataset
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
+from blocks.files.local import path_of
 from flows.config.base import BuilderConfig
 from flows.config.distill import (
     DistillConfig,
@@ -28,21 +29,22 @@ from flows.config.distill import (
     TeacherTargetsConfig,
 )
 from flows.config.loader import renderer_names
+from flows.config.references import named_files
 from flows.monitoring.run_tags import warn_of_metrics
 from flows.runs.result import TrainResult
 from flows.runs.retries import run_with_approval
 from flows.runs.rights import apply_rights
 from flows.runs.run import Run, open_run
 from flows.runs.start.config_record import FORMAT_OF_CORRECTIONS, recorded_format
-from flows.runs.start.contents import digest_named
 from flows.runs.teachers import open_saved_teacher, open_teachers
 from flows.training.candidates import open_candidates
 from flows.training.trainer import Trainer
 from objectives.batch import TOPK
 from objectives.config.aliases import renamed_attribute
+from objectives.config.import_path import import_path
 from objectives.objective import Objective
 from objectives.terms.token.divergence import READS_DISTRIBUTION
-from tasks.common.digests import digest_text
+from tasks.common.digests import digest_code, digest_file, digest_folder, digest_text
 from tasks.common.renderers import renderer_name_of
 from tasks.common.sampling import open_renderer
 from tasks.distillation.hindsight import Hindsight
@@ -224,9 +226,9 @@ def _off_policy(
     built = [open_teacher_data(tokenizer, run.builder_arguments, dataset, config.seed) for dataset in datasets]
     weights = [dataset.weight for dataset in datasets]
     mixture = Mixture([train for train, _ in built], weights, config.batch_size, config.seed)
-    key, data = stored_under(config, datasets, [teacher.name for teacher in teachers])
+    key, data_digest = stored_under(config, datasets, [teacher.name for teacher in teachers])
     # Training on a teacher's samples reads no logprobs of the sampler.
-    sequences = SequenceSettings(key, settings.with_service_logprobs(), config.top_k, data)
+    sequences = SequenceSettings(key, settings.with_service_logprobs(), config.top_k, data_digest)
     source = TeacherDataSource(mixture, teachers, tokenizer, sequences, run.directory)
     source.watch_hangs(hangs)
     held_out = source.held_out([test for _, test in built])
@@ -239,18 +241,21 @@ def _off_policy(
 def stored_under(
     config: TeacherTargetsConfig, datasets: Sequence[TeacherDataConfig], teachers: Sequence[str]
 ) -> tuple[str, str]:
-    """Digest what all stored teacher data of a run depends on, and what groups of environments depend on in addition.
+    """Digest what all stored teacher data of a run depends on, and the data files of the environments.
 
     Args:
         teachers: name of each dataset's teacher.
     """
-    digests = digest_named(config)
-    models = {config.model, *(dataset.teacher.model for dataset in datasets)}
-    folders = {name: digest for name, digest in digests.get("model", {}).items() if name in models}
-    # The code of a completer is of the kind `environment`; environments themselves are in `datasets`, as data.
-    contents = [folders, digests.get("environment", {})]
-    ingredients = [config.seed, config.rollout, config.top_k, *datasets, *teachers, *contents]
-    return digest_text(repr(ingredients)), digest_text(repr(digests.get("data", {})))
+    names = [config.model, *(dataset.teacher.model for dataset in datasets)]
+    folders = [digest_folder(path) for name in names if (path := path_of(name)) and path.is_dir()]
+    completer = config.rollout.completer
+    code = digest_code(cast(Callable[..., object], import_path(completer.builder))) if completer else None
+    ingredients = [config.seed, config.rollout, config.top_k, *datasets, *teachers, folders, code]
+    environments = [dataset.environment.params for dataset in datasets if dataset.environment]
+    paths = [path for params in environments for _, file in named_files(params, "") if (path := path_of(file))]
+    # Not other files of their folders, to which a builder may write.
+    files = [digest_file(path) for path in paths if path.is_file()]
+    return digest_text(repr(ingredients)), digest_text(repr(files))
 
 
 def _build_groups(run: Run, config: BuilderConfig) -> tuple[RLDataset, RLDataset | None]:

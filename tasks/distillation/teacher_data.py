@@ -47,13 +47,13 @@ class SequenceSettings:
         key: digest of all settings that the sequences depend on; their cache keys begin with it.
         rollout: settings of the teacher's rollouts.
         top_k: number of soft targets per position; 0 for hard targets.
-        data: digest of the files and code of the data; cache keys of groups whose prompts are not known end with it.
+        data_digest: digest of the data files; cache keys of groups whose prompts are not known end with it.
     """
 
     key: str
     rollout: RolloutSettings
     top_k: int
-    data: str
+    data_digest: str
 
 
 class TeacherDataSource(BatchSource):
@@ -157,7 +157,7 @@ class TeacherDataSource(BatchSource):
 
     def _key(self, item: Item[TeacherInput]) -> str:
         is_known = isinstance(item.value, tinker.Datum | PromptGroup)
-        return item_key(item) if is_known else f"{item_key(item)}/{self._settings.data}"
+        return item_key(item) if is_known else f"{item_key(item)}/{self._settings.data_digest}"
 
     def _generate(self, items: Sequence[Item[TeacherInput]], step: int) -> list[list[TeacherSequence]]:
         sequences_I = self._hard_sequences(items, step)

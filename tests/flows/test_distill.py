@@ -231,6 +231,8 @@ def test_stored_teacher_data_depends_on_data_teacher_and_completer(
 
     before = stored()
     assert stored() == before
+    (tmp_path / "cache.jsonl").write_text("{}")
+    assert stored() == before, "a builder may write to the folder of its data"
     questions(tmp_path, num_train=33)
     assert (stored()[0] == before[0], stored()[1] == before[1]) == (True, False)
     (folder / "model.safetensors").write_bytes(b"b")

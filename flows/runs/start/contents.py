@@ -151,21 +151,6 @@ def open_contents(
 
 def digest_contents(config: RunConfig, objective: Objective, tokenizer: Tokenizer) -> Digests:
     """Digest the files, the code of the user, the model and the tokenizer that a config names."""
-    digests = digest_named(config)
-    terms = [*objective.regularizers, *([objective.base] if objective.base else [])]
-    for term in terms:
-        functions = [function for function in (term.term.evaluate, term.term.prepare) if function]
-        parts = [digest_code(function) for function in functions]
-        parts += [digest_code(value.load()) for value in _functions_in(term.params)]
-        code = " ".join(filter(None, parts))
-        if code:
-            digests.setdefault("terms", {})[term.name] = code
-    digests["tokenizer"] = {"tokenizer": digest_tokenizer(tokenizer), **_renderers(config, tokenizer)}
-    return digests
-
-
-def digest_named(config: RunConfig) -> Digests:
-    """Digest the files, the code of the user and the model directories that the fields of a config name."""
     digests: Digests = {}
     model = path_of(config.model)
     folders = {config.model} if model and model.is_dir() else set[str]()
@@ -182,9 +167,18 @@ def digest_named(config: RunConfig) -> Digests:
                 digests.setdefault(kind, {})[text] = digest
             elif may_be_folder and (files := _data_files(text)):
                 digests.setdefault(kind, {}).update({str(file): digest_file(file) for file in files})
+    terms = [*objective.regularizers, *([objective.base] if objective.base else [])]
+    for term in terms:
+        functions = [function for function in (term.term.evaluate, term.term.prepare) if function]
+        parts = [digest_code(function) for function in functions]
+        parts += [digest_code(value.load()) for value in _functions_in(term.params)]
+        code = " ".join(filter(None, parts))
+        if code:
+            digests.setdefault("terms", {})[term.name] = code
     with suppress(OSError):
         if folders:
             digests["model"] = {folder: digest_folder(Path(folder).expanduser()) for folder in sorted(folders)}
+    digests["tokenizer"] = {"tokenizer": digest_tokenizer(tokenizer), **_renderers(config, tokenizer)}
     return digests
 
 
