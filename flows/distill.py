@@ -29,13 +29,13 @@ from flows.config.distill import (
     TeacherTargetsConfig,
 )
 from flows.config.loader import renderer_names
-from flows.config.references import named_files
 from flows.monitoring.run_tags import warn_of_metrics
 from flows.runs.result import TrainResult
 from flows.runs.retries import run_with_approval
 from flows.runs.rights import apply_rights
 from flows.runs.run import Run, open_run
 from flows.runs.start.config_record import FORMAT_OF_CORRECTIONS, recorded_format
+from flows.runs.start.contents import texts_in
 from flows.runs.teachers import open_saved_teacher, open_teachers
 from flows.training.candidates import open_candidates
 from flows.training.trainer import Trainer
@@ -252,8 +252,8 @@ def stored_under(
     code = digest_code(cast(Callable[..., object], import_path(completer.builder))) if completer else None
     ingredients = [config.seed, config.rollout, config.top_k, *datasets, *teachers, folders, code]
     environments = [dataset.environment.params for dataset in datasets if dataset.environment]
-    paths = [path for params in environments for _, file in named_files(params, "") if (path := path_of(file))]
-    # Not other files of their folders, to which a builder may write.
+    # Not the other files of a folder, to which a builder may write.
+    paths = [path for text, _ in texts_in(environments) if (path := path_of(text))]
     files = [digest_file(path) for path in paths if path.is_file()]
     return digest_text(repr(ingredients)), digest_text(repr(files))
 

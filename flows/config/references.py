@@ -59,23 +59,23 @@ def _check_builder(field: str, config: BuilderConfig) -> None:
         import_object(config.builder, f"{field}.builder")
     if module.partition(".")[0] not in _PACKAGES:
         return
-    for name, file in named_files(config.params, f"{field}.params"):
+    for name, file in _files(config.params, f"{field}.params"):
         path = path_of(file)
         if "://" not in file and not (path and path.exists()):  # tinker-cookbook also reads from object stores
             raise missing_file_error(file, name)
 
 
-def named_files(params: Any, path: str) -> Iterator[tuple[str, str]]:
+def _files(params: Any, path: str) -> Iterator[tuple[str, str]]:
     """Yield the fields of parameters that name files, with the files; also of nested ones and below dotted keys."""
     if isinstance(params, dict):
         for key, value in params.items():  # pyright: ignore[reportUnknownVariableType]
             if str(key).rpartition(".")[2] in _FILE_PARAMS and isinstance(value, str) and value:  # pyright: ignore[reportUnknownArgumentType]
                 yield f"{path}.{key}", value
             else:
-                yield from named_files(value, f"{path}.{key}")
+                yield from _files(value, f"{path}.{key}")
     elif isinstance(params, list):
         for index, item in enumerate(params):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-            yield from named_files(item, f"{path}.{index}")
+            yield from _files(item, f"{path}.{index}")
 
 
 def _is_named_in(module: str, name: str) -> bool:

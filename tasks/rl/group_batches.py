@@ -57,10 +57,10 @@ class GroupBatches:
         else:
             sizes = [len(self._read(index)) for index in (0, len(dataset) - 1)]
             self._starts = range(0, max(sizes[0], 1) * len(dataset), max(sizes[0], 1))
-        self._num_groups = self._starts[-1] + sizes[-1]
-        self._size = max(sizes)
+        self._size = max(sizes, default=0)
         if self._size == 0:
             raise ConfigError("The environments have no group: check the rows that their builder drops.")
+        self._num_groups = self._starts[-1] + sizes[-1]
         has_equal_steps = can_refill or min(sizes) < num_parts
         self._groups_per_batch = groups_per_batch or (self._size if has_equal_steps else None)
         self.num_trained = groups_per_batch or self._size

@@ -176,7 +176,7 @@ def test_weights_of_sampled_targets_are_not_read_as_a_distribution(
     bound = Objective.from_spec(config.objective)
     name = (bound.base or bound.regularizers[0]).term.name
     if dataset == TEACHER_SAMPLES and not changes and name != "negative_entropy_topk":
-        with pytest.raises(ConfigError, match=f"The term {name} reads .* only on average: use cross_entropy"):
+        with pytest.raises(ConfigError, match=f"The term {name} takes .* only on average: use cross_entropy"):
             check_targets(bound, config)
     else:
         check_targets(bound, config)
@@ -185,7 +185,7 @@ def test_weights_of_sampled_targets_are_not_read_as_a_distribution(
 def test_a_run_checks_how_its_terms_read_the_targets(tmp_path: Path) -> None:
     fields = distill_fields(tmp_path, "sampled", "") | {"top_k": 3, "objective": REVERSE, "prompt": PROMPT}
     config = PromptConfig.model_validate(fields | {"questions": {"path": "questions.jsonl"}})
-    with pytest.raises(ConfigError, match="The term teacher_reverse_kl_topk reads"):
+    with pytest.raises(ConfigError, match="The term teacher_reverse_kl_topk takes"):
         prompt_distillation.fn(config)
 
 

@@ -160,7 +160,7 @@ def digest_contents(config: RunConfig, objective: Objective, tokenizer: Tokenize
         if field in ignored:
             continue
         kind = _KINDS.get(field, "data")
-        for text, may_be_folder in _texts(value):
+        for text, may_be_folder in texts_in(value):
             if _is_model_folder(text):
                 folders.add(text)
             elif digest := _digest_of_name(text):
@@ -227,7 +227,7 @@ def _data_files(text: str) -> list[Path]:
     return []
 
 
-def _texts(value: Any, may_be_folder: bool = False) -> Iterator[tuple[str, bool]]:
+def texts_in(value: Any, may_be_folder: bool = False) -> Iterator[tuple[str, bool]]:
     """Yield all strings of a config value, each with whether it may name a folder of data.
 
     Only parameters and paths may. Another word, such as the name of a term, can coincide with the name of a folder.
@@ -236,10 +236,10 @@ def _texts(value: Any, may_be_folder: bool = False) -> Iterator[tuple[str, bool]
         yield value, may_be_folder
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _texts(item, may_be_folder or key in ("params", "path"))
+            yield from texts_in(item, may_be_folder or key in ("params", "path"))
     elif isinstance(value, Sequence):
         for item in value:
-            yield from _texts(item, may_be_folder)
+            yield from texts_in(item, may_be_folder)
 
 
 def _functions_in(params: Mapping[str, object]) -> Iterator[ImportedFunction]:
