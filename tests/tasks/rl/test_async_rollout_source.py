@@ -187,6 +187,8 @@ def test_steps_of_equal_size_have_all_groups_of_uneven_batches(dropped: set[int]
     assert numbers(GroupBatches(Dropping(4, {}), 1)) == kept
     assert numbers(GroupBatches(Dropping(4, {}), None, can_refill=True)) == kept[: len(kept) // 2 * 2]
     # A batch without a group cannot be a step.
+    with pytest.raises(ConfigError, match="The environments have no group"):
+        GroupBatches(Dropping(0, {}), None)
     own = GroupBatches(Dropping(4, {}), None)
     assert all(own.at(step) for step in range(own.num_steps))
 
