@@ -353,6 +353,7 @@ def test_engine_that_cannot_start_stops_all(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_engine_that_cannot_restart_stops_all(tmp_path: Path, tiny_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_path, model)

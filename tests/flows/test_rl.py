@@ -239,7 +239,7 @@ def test_dead_and_slow_environments_warn(
     ("mode", "part", "group"),
     [
         ("sync", "turns", "rollout-0-1"),
-        ("async", "rewards", "rollout-0-1"),
+        pytest.param("async", "rewards", "rollout-0-1", marks=pytest.mark.slow),
         pytest.param("sync", "rewards", "held-out-1", marks=pytest.mark.slow),
     ],
 )

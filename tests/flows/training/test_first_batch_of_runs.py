@@ -61,7 +61,18 @@ METHODS = [
 
 
 @pytest.mark.usefixtures("prefect_server")
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.config_type.__name__)
+@pytest.mark.parametrize(
+    "method",
+    # The other kinds of distillation open their sources as these two do.
+    [
+        pytest.param(
+            method,
+            marks=pytest.mark.slow if method.config_type in (SelfConfig, PromptConfig) else (),
+            id=method.config_type.__name__,
+        )
+        for method in METHODS
+    ],
+)
 def test_every_method_shows_its_first_batch_once(
     tmp_path: Path,
     mlflow_uri: str,

@@ -98,6 +98,7 @@ def test_first_evaluation(
     assert result.metrics["cost/num_train_tokens"] > paid
 
 
+@pytest.mark.slow
 def test_later_evaluation(
     tmp_path: Path, fields: dict[str, Any], mlflow_uri: str, engine: EngineProcess, capfd: pytest.CaptureFixture[str]
 ) -> None:
