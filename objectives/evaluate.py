@@ -113,7 +113,7 @@ def evaluate_term(regularizer: Regularizer, outputs: Outputs, batch: Batch, firs
 
     Args:
         batch: batch with ``features`` from `prepare_features`.
-        first_step: True to reject a term that is declared differentiable but has no gradient. A term whose
+        first_step: True to reject a term of the user that is declared differentiable but has no gradient. A term whose
             ``on_error`` is not ``raise`` is checked at every step, because the first one may have been skipped.
 
     Raises:

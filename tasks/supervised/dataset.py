@@ -151,16 +151,17 @@ class _InOrder(SupervisedDataset):
     Each batch is read after all earlier ones of its epoch and of earlier epochs, as in tinker-cookbook's loop.
     """
 
-    def __init__(self, reopen: Callable[[], SupervisedDataset], seed: int) -> None:
-        """Open the data.
+    def __init__(self, dataset: SupervisedDataset, reopen: Callable[[], SupervisedDataset], seed: int) -> None:
+        """Prepare to read.
 
         Args:
+            dataset: the data, of which no batch has been read.
             reopen: opens the data anew.
             seed: seed of the first epoch; that of each later epoch is larger by 1.
         """
-        self._reopen, self._seed = reopen, seed
-        self._dataset, self._epoch = reopen(), 0
-        self._next: int | None = 0  # number of batches that were read since the data was opened anew
+        self._dataset, self._reopen, self._seed = dataset, reopen, seed
+        self._epoch = 0
+        self._next: int | None = 0  # number of batches that were read since the data was opened
 
     def get_batch(self, index: int) -> list[tinker.Datum]:
         number = self._epoch * len(self) + index
@@ -211,7 +212,7 @@ def open_datasets(
     """Construct a `SupervisedDatasetBuilder` by import path and call it for its training and held-out data.
 
     If its batches depend on the batches read before, as with a random generator that all rows share, it is called again
-    for each pass over the data.
+    whenever an earlier batch is read.
 
     Args:
         resources: open resources of the run for builders with matching parameters; see `build`.
@@ -230,7 +231,8 @@ def open_datasets(
     train, test = open_data()
     if not depends_on_order(train, seed):
         return train, test
-    return _InOrder(lambda: open_in_order()[0], seed), open_in_order()[1]
+    train, test = open_in_order()
+    return _InOrder(train, lambda: open_in_order()[0], seed), test
 
 
 def build_dataset(

@@ -232,8 +232,8 @@ def _is_other_path(_: str, before: Any, now: Any) -> bool:
     """Return whether a relative path has become an absolute one of a file of that name."""
     if not (isinstance(before, str) and isinstance(now, str)):
         return False
-    recorded, given = PurePath(before), PurePath(now)
-    return given.is_absolute() and not recorded.is_absolute() and given.name == recorded.name
+    old_path, new_path = PurePath(before), PurePath(now)
+    return new_path.is_absolute() and not old_path.is_absolute() and new_path.name == old_path.name
 
 
 def _describe_change(key: str, before: Any, now: Any) -> str:

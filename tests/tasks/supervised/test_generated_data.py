@@ -137,7 +137,7 @@ def test_majority_answers_are_trained_with_word_dropout_and_sampled_once(
 
 
 def test_answers_to_another_chat_format_are_sampled(tokenizer: Tokenizer, directory: RunDirectory) -> None:
-    """Those of earlier releases, whose keys have no format, are used as they are."""
+    """Answers that an earlier release has stored are used in any chat format, because their keys do not name one."""
     teacher = Scripted(cast(Any, None), tokenizer, {"": ["4"]})
     sampling, conversations = Sampling(1, 8, 1.0, 0), [[Message(role="user", content="2 + 2?")]]
 
