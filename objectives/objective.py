@@ -190,6 +190,10 @@ class Objective:
         """Check whether the base loss or an enabled term reads an input."""
         return any(need in term.term.needs for term in self._all_terms())
 
+    def needs_at(self, need: Need, step: int) -> bool:
+        """Check whether the base loss or a term that is due on the batch of a step reads an input."""
+        return any(need in term.term.needs for term in (*self._base_terms(), *self.due(step)))
+
     def check_needs(self, given: Collection[str] = (), *, can_sample: bool = False) -> None:
         """Check that a flow provides all inputs of the terms.
 
@@ -353,7 +357,10 @@ class Objective:
         )
 
     def _all_terms(self) -> tuple[Regularizer, ...]:
-        return (*([self.base] if self.base else []), *self.regularizers)
+        return (*self._base_terms(), *self.regularizers)
+
+    def _base_terms(self) -> tuple[Regularizer, ...]:
+        return (self.base,) if self.base else ()
 
 
 def _bind_base(base_loss: object) -> Regularizer | None:

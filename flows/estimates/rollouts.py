@@ -124,8 +124,10 @@ def _count(
 
     num_scores = num_steps if is_high or not is_dropped else 0
     advantage = config.advantage if isinstance(config, RlConfig) else None
-    if objective.needs("ref_logprobs") or (advantage and advantage.kl_coefficient):
-        bill.add("reference", reference_model(config), step.scoring(length), num_scores)
+    has_penalty = bool(advantage and advantage.kl_coefficient)
+    num_referenced = sum(has_penalty or objective.needs_at("ref_logprobs", at) for at in schedule.steps)
+    if num_referenced:
+        bill.add("reference", reference_model(config), step.scoring(length), min(num_scores, num_referenced))
     if config.compute_post_kl:
         bill.add("compute_post_kl", config.model, step.scoring(length), num_scores)
     has_teacher = not isinstance(config, RlConfig)

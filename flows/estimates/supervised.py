@@ -161,8 +161,10 @@ def _estimate(
     )
     reference, num_reference_train_tokens = SampledTokens(), 0
     if objective.needs("ref_logprobs"):
-        # The reference model scores each training datum and each held-out datum once, not once per epoch.
-        scored = [*islice(sizes.values(), schedule.steps_per_epoch), *([held_out] if evaluations else [])]
+        # The reference model scores each training datum and each held-out datum at most once, not once per epoch.
+        due = [sizes[step] for step in trained if objective.needs_at("ref_logprobs", step)]
+        whole = list(islice(sizes.values(), schedule.steps_per_epoch))
+        scored = [*min(due, whole, key=len), *([held_out] if evaluations else [])]
         num_scored_tokens = sum(size.num_tokens for size in scored)
         has_one_target = first_batch.target_tokens_DT.ndim == 1
         if has_one_target:

@@ -181,12 +181,18 @@ def _count(
     bill.add_training("training", config.model, num_train_tokens + tokens[-1])
 
     if objective.needs("ref_logprobs"):
-        num_tokens = sum(item.num_batch_tokens(length) for _, item in sizes.items.values())
+        due = [
+            keys
+            for step, keys in zip(schedule.steps, sizes.steps, strict=True)
+            if objective.needs_at("ref_logprobs", step)
+        ]
+        items = [sizes.items[key][1] for key in set().union(*due)]
+        num_tokens = sum(item.num_batch_tokens(length) for item in items)
         model = reference_model(config)
         if config.top_k:
             bill.add_training("reference", model, num_tokens)
         else:
-            num_sequences = sum(item.num_sequences for _, item in sizes.items.values())
+            num_sequences = sum(item.num_sequences for item in items)
             bill.add("reference", model, scored_tokens(num_tokens, num_sequences))
 
     num_evaluations = schedule.num_often

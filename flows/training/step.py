@@ -36,7 +36,7 @@ class PreparedBatch:
         at: its step, and its share of the update.
         passes: maximum passes of the service over it: 1, or 2 if a forward pass may come first.
         batch: the packed datums.
-        reference: the reference's logprobs, ``(N,)`` nats; None if no term needs them.
+        reference: the reference's logprobs, ``(N,)`` nats; None if no term of the step needs them.
         terms: the terms due at the step, with their features.
         prompts: for a batch of sampled candidates, the supervised batch whose prompts they complete; else None.
     """

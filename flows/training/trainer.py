@@ -321,8 +321,9 @@ class Trainer:
                 choose_estimators(self.run, self.config, self.objective, first, can_sample=can_sample)
             passes = num_passes(self.objective, step, self.config.guards.needs_forward_pass)
             at = StepPosition(step, self.schedule.num_steps, 1 / self.source.num_minibatches)
+            reference = self.reference if self.objective.needs_at("ref_logprobs", step) else None
             self.prepared = [
-                prepare_batch(batch, self.objective, self.reference, self.executor, at, passes) for batch in batches
+                prepare_batch(batch, self.objective, reference, self.executor, at, passes) for batch in batches
             ]
             if self.candidates and self.candidates.settings.overlap:
                 self._prepare_candidates(step)

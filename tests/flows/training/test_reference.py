@@ -139,6 +139,21 @@ def test_reference_is_billed_at_the_price_of_prompt_tokens(tmp_path: Path, engin
     assert estimated.usd == pytest.approx(with_reference.metrics["cost/usd"])
 
 
+def test_steps_without_a_due_term_are_not_scored(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    kl = {"name": "kl", "weight": 0.1, "every": 2}
+    changes: dict[str, Any] = {"num_steps": 3, "objective": {"regularizers": [kl], "backend": "client"}}
+    result = run(tmp_path, "every-second", mlflow_uri, engine_url, **changes)
+    assert len(kl_of(result, mlflow_uri)) == 2
+    tokens = MlflowClient(mlflow_uri).get_metric_history(result.mlflow_run_id, "num_tokens")
+    num_sequences = 2 * 2 * 2  # steps 0 and 2 of two problems with two completions; each adds its last token
+    expected = sum(point.value for point in tokens if point.step != 1) + num_sequences
+    assert result.metrics["cost/num_prefill_tokens"] == expected
+
+    fields = json.loads((Path(result.directory) / "config.json").read_text())
+    fields.pop("format_version")
+    assert estimate(SftConfig.model_validate(fields)).reference.num_prefill_tokens == expected
+
+
 def test_scores_equal_a_forward_pass(engine_url: str) -> None:
     """With K targets per position, which a sampler cannot score, the reference runs the forward pass itself."""
     session = tinker.ServiceClient(base_url=engine_url, api_key=API_KEY)
