@@ -44,7 +44,8 @@ def resume(run_name: RunName, overrides: Overrides = None, storage: Storage = ""
 
     Example: `tinker-flows resume mine budget.usd=20`
 
-    Overrides may change fields that do not define what the run trains, such as budget.usd or base_url.
+    Overrides may change fields that do not define what the run trains, such as budget.usd or base_url. They hold for
+    this start; the next one uses the stored config again.
     """
     from deployments.methods import flow_of
     from deployments.run_lookup import find_run, resume_config
