@@ -24,12 +24,9 @@ def run_step(granularity: Granularity, step: int, run: Callable[[int], None]) ->
         context.run_results.clear()
 
 
-def run_segment(granularity: Granularity, steps: range, run: Callable[[range], None]) -> None:
-    """Run the steps between two checkpoints, as one task run if the granularity is `segment`."""
-    if granularity == "segment":
-        _segment(opaque_argument(run), steps)
-    else:
-        run(steps)
+def run_segment(granularity: Granularity, steps: range, run: Callable[[range], bool]) -> bool:
+    """Run the steps between two checkpoints, as one task run if the granularity is `segment`; return its result."""
+    return _segment(opaque_argument(run), steps) if granularity == "segment" else run(steps)
 
 
 @step_task(name="step", task_run_name="step-{step}")
@@ -39,6 +36,6 @@ def _step(run: Callable[[int], None], step: int) -> None:
 
 
 @step_task(name="segment", task_run_name="segment-{steps.start}-{steps.stop}")
-def _segment(run: Callable[[range], None], steps: range) -> None:
+def _segment(run: Callable[[range], bool], steps: range) -> bool:
     with inline_tasks():
-        run(steps)
+        return run(steps)

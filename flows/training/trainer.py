@@ -236,7 +236,8 @@ class Trainer:
                 if metrics is not None:
                     progress.advance(metrics)
 
-            def run_all(steps: range) -> None:
+            def run_all(steps: range) -> bool:
+                """Run steps; return True if a stop or the budget ends the run here, whose weights are then saved."""
                 for step in steps:
                     run_step(self.config.granularity, step, run_one)
                     # An update that is sent already is in the weights, so a stop waits for its step.
@@ -246,12 +247,13 @@ class Trainer:
                             when = f"after {format_steps(self.next_step, num_steps)}"
                             saved = f"Saved the weights and the optimizer state of {self.config.run_name}"
                             print_notice(f"{saved} {when}.")
-                        stop.raise_if_requested()
-                        return
+                        return True
+                return False
 
             for steps in self.schedule.segments(first):
-                if not self.ledger.stopped:
-                    run_segment(self.config.granularity, steps, run_all)
+                if self.ledger.stopped or run_segment(self.config.granularity, steps, run_all):
+                    stop.raise_if_requested()  # outside of the segment's task, which would fail or crash
+                    break
             self._check_last_weights(num_steps)
             return self.checkpoints.wait() if self.ledger.stopped else self.checkpoints.finish()
 
