@@ -1,9 +1,23 @@
 """Exceptions about objectives that a user can fix, and suggestions for misspelled names."""
 
+import os
+import sysconfig
+import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 from pydantic import ValidationError
+
+# Folders whose code is not the user's: the standard library, and the callers of terms.
+_ROOT = Path(__file__).parents[1]
+_LIBRARIES = tuple(
+    f"{folder}{os.sep}"
+    for folder in (
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")),
+        *(_ROOT / name for name in ("objectives", "tasks", "flows")),
+    )
+)
 
 
 class ObjectiveError(ValueError):
@@ -29,6 +43,17 @@ def exit_call(error: SystemExit) -> str:
     ('sys.exit()', 'sys.exit(3)')
     """
     return f"sys.exit({'' if error.code is None else repr(error.code)})"
+
+
+def place_in_user_code(error: BaseException) -> str:
+    """Return file and line of the innermost frame of an error that is in the user's own code; empty if none is."""
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<", *_LIBRARIES))
+        and not {"site-packages", "dist-packages"} & set(Path(frame.filename).parts)
+    ]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

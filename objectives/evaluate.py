@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import re
-import sysconfig
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from objectives.batch import TOPK, Batch, Outputs
-from objectives.errors import NotFiniteError, ObjectiveError, exit_call
+from objectives.errors import NotFiniteError, ObjectiveError, exit_call, place_in_user_code
 from objectives.estimators import ESTIMATORS, choose_estimator, num_compared, num_prompts
 from objectives.event_loop import wait_for
 from objectives.gradients.diagnostics import ROW_METRICS, all_finite
@@ -34,17 +30,6 @@ _METRIC = re.compile(r"[\w./ -]{1,100}", re.ASCII)
 # First and last logprob of spreads over the usual and over all probabilities. Both orders: a margin can be met, and
 # flat, in one order, but not in the other. Equal ones also exceed the limit of a mean.
 _PROBES = ((-0.01, -10.0), (-10.0, -0.01), (-1e-4, -100.0), (-100.0, -1e-4), (-1e-4, -1e-4), (-100.0, -100.0))
-
-
-# Folders whose code is not the user's: the standard library, and the callers of terms.
-_ROOT = Path(__file__).parents[1]
-_LIBRARIES = tuple(
-    f"{folder}{os.sep}"
-    for folder in (
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")),
-        *(_ROOT / name for name in ("objectives", "tasks", "flows")),
-    )
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,24 +296,12 @@ def failure(regularizer: Regularizer, doing: str, error: Exception | SystemExit)
     """Return an error whose message is one sentence with the term's name and the reason."""
     reason = str(error)
     if isinstance(error, SystemExit):
-        reason = f"it called {exit_call(error)}{_place(error)}"
+        reason = f"it called {exit_call(error)}{place_in_user_code(error)}"
     elif not isinstance(error, ObjectiveError):
-        reason = f"it raised {type(error).__name__}: {reason.rstrip('.')}{_place(error)}"
+        reason = f"it raised {type(error).__name__}: {reason.rstrip('.')}{place_in_user_code(error)}"
     is_fatal = regularizer.name != BASE and regularizer.on_error == "raise"
     hint = SKIP_HINT if is_fatal else ""
     return ObjectiveError(f"Term {regularizer.name!r} failed {doing}: {' '.join(reason.split()).rstrip('.')}{hint}.")
-
-
-def _place(error: Exception | SystemExit) -> str:
-    """Return the innermost line of the user's own code in the traceback of an error; empty if it has none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame
-        for frame in frames
-        if not frame.filename.startswith(("<", *_LIBRARIES))
-        and not {"site-packages", "dist-packages"} & set(Path(frame.filename).parts)
-    ]
-    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
 R = TypeVar("R", Batch, Outputs)

@@ -146,7 +146,7 @@ class DelayedLettersBuilder(LettersBuilder):
             )
             for group in train.groups
         ]
-        return Letters(groups, self.num_batches), None
+        return Letters(groups, self.num_batches), Letters(groups, num_batches=1)
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,7 @@ class Evaluation:
         self._is_checked = False
         self._failed_terms: Mapping[str, str] = {}  # reasons of the last evaluation
         self._not_finite: set[str] = set()
+        self._has_warned_of_failed_groups = False
 
     def close(self) -> None:
         """Stop sampling examples."""
@@ -116,6 +117,7 @@ class Evaluation:
         if not result.skipped and often and (rarely or not self._schedule.evaluates_rarely):
             self._check_measured(step, metrics, terms)
         self._warn_of_values(step, metrics)
+        self._warn_of_failed_groups(step, metrics)
         return metrics
 
     def num_tokens(self, step: int) -> int:
@@ -161,6 +163,17 @@ class Evaluation:
                 self._not_finite.add(name)
                 text = f"{name} is {metrics[name]} at step {step}: keep_best ignores it; check its evaluator."
                 note_warning(self._run.log, f"not_finite.{name}", text)
+
+    def _warn_of_failed_groups(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warn when held-out groups first fail, because the means over the others are not those of all groups."""
+        num_failed = metrics.get("test/rollout_errors/groups_skipped", 0.0)
+        if num_failed and not self._has_warned_of_failed_groups:
+            self._has_warned_of_failed_groups = True
+            text = (
+                f"The held-out metrics at step {step} leave out groups that failed in all attempts ({num_failed:.0f}): "
+                "check the environment, or accept smaller groups by rollout.min_successful."
+            )
+            note_warning(self._run.log, "rollout.held_out_failed", text)
 
     def _measure_held_out(self, step: int) -> HeldOutTerms:
         """Measure the terms on the held-out data of this evaluation; before and after training, also store examples.

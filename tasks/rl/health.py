@@ -176,8 +176,8 @@ class HealthWatch:
                 "failed",
                 "rollout_errors/share_skipped",
                 limits.skipped_above,
-                "The share of groups without successful environments",
-                "check the environment, or raise rollout.timeout_s",
+                "The share of groups that failed in all attempts",
+                "check the environment, raise rollout.timeout_s, or accept smaller groups by rollout.min_successful",
             ),
             (
                 "logprobs",

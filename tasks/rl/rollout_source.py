@@ -200,6 +200,7 @@ class RolloutSource(BatchSource):
         self._is_closed = False
         self._has_scored = False
         self._first_step = 0
+        self._has_warned_of_failure = False
         # True once a rollout has taken several turns.
         self._has_several_turns = False
         # Critics of the newest steps, each fitted on the steps before; empty without a critic.
@@ -422,6 +423,7 @@ class RolloutSource(BatchSource):
         parts = self._groups.pop(step)
         groups = [group for part in parts for group in part]
         self.count(count_tokens(groups))
+        self._warn_of_failure(step, groups)
         if self.show:
             self.show(step, make_transcript(parts, trained, terms))
         distances = self._distances.pop(step, [])
@@ -436,6 +438,19 @@ class RolloutSource(BatchSource):
             | (self._measure_post_kl(step, trained) if self.measures_post_kl else {})
             | self._limit_metrics(step, groups)
         )
+
+    def _warn_of_failure(self, step: int, groups: Sequence[Group]) -> None:
+        """Warn of the first group of this process that failed."""
+        failed = [group for group in groups if group.trajectories is None and group.errors]
+        if failed and not self._has_warned_of_failure:
+            self._has_warned_of_failure = True
+            error = failed[0].errors[0]
+            reason = " ".join(f"{error.error_type}: {error.error_message}".split())[:300]
+            self._warnings["rollout.failed"] = (
+                f"A group of step {step} failed in all attempts and is not trained on ({reason}): check the "
+                "environment, or accept smaller groups by rollout.min_successful. The metrics rollout_errors/... count "
+                "all failures."
+            )
 
     def _cancelled_metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Count the tokens of cancelled groups and return their metrics; empty without over-sampling."""

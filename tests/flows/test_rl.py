@@ -223,16 +223,19 @@ def test_dead_and_slow_environments_warn(
 ) -> None:
     """Environments of one of two groups never answer, or those of both take longer than their completions."""
     _, config, _ = run
-    params = {**config["environment"]["params"], "delay_s": delay_s, "delayed": "a" if check == "failed" else "ae"}
-    changed = {"run_name": f"environments-{check}", "num_steps": 1, "eval_every": 0}
+    fails = check == "failed"
+    params = {**config["environment"]["params"], "delay_s": delay_s, "delayed": "a" if fails else "ae"}
+    changed = {"run_name": f"environments-{check}", "num_steps": 1, "eval_every": int(fails)}
     changed |= {"health": {"patience": 1, "environment_above": 0.3}}
     changed |= {"environment": {"builder": "rollout_parts:DelayedLettersBuilder", "params": params}}
     changed |= {"objective": {"base_loss": "importance_sampling"}}
-    changed |= {"rollout": {"max_tokens": 1, "timeout_s": 5.0, "max_retries": 0}}
+    changed |= {"rollout": {"max_tokens": 1, "timeout_s": 3.0, "max_retries": 0}}
     result = rl(RlConfig.model_validate(config | changed))
     tags = MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data.tags
     expected = {"failed": "check the environment", "slow": "make them faster"}[check]
     assert expected in tags[f"tinker_flows.warning.health.{check}"]
+    assert ("TimeoutError" in tags.get("tinker_flows.warning.rollout.failed", "")) == fails
+    assert ("leave out groups" in tags.get("tinker_flows.warning.rollout.held_out_failed", "")) == fails
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tinker_cookbook.rl.rollouts import do_group_rollout, do_single_rollout
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Metrics, RolloutError, Trajectory, TrajectoryGroup
 
 from blocks.errors import TinkerFlowsError, UserCodeError
-from objectives.errors import exit_call
+from objectives.errors import exit_call, place_in_user_code
 from tasks.common.task import call, opaque_argument, retried_task
 from tasks.preference.judges import record_verdicts
 from tasks.rl.rollouts.completer import SnapshotCompleter
@@ -430,4 +430,4 @@ class RolloutThreads:
 
 def _rollout_error(error: BaseException) -> RolloutError:
     text = f"it called {exit_call(error)}" if isinstance(error, SystemExit) else str(error)
-    return RolloutError(type(error).__name__, text)
+    return RolloutError(type(error).__name__, f"{text}{place_in_user_code(error)}")

@@ -24,7 +24,7 @@ FAULTS: dict[str, tuple[dict[str, float], str]] = {
     "mismatch": ({"mismatch/kl_k3": 0.3}, r"divergence of the trainer from the sampler .* above 0.1 \(0.3\)"),
     "truncated": ({"rollout/truncated": 0.8}, "truncated completions .* raise rollout.max_tokens"),
     "stale": ({"async/stale_share": 0.7}, "too old to train on .* raise schedule.max_steps_off_policy"),
-    "failed": ({"rollout_errors/share_skipped": 0.5}, "without successful environments .* check the environment"),
+    "failed": ({"rollout_errors/share_skipped": 0.5}, "failed in all attempts .* check the environment"),
     "logprobs": ({"rollout/logprob_error": 0.2}, "error of the logprobs of samples .* raise rollout.num_candidates"),
     "constant": ({"env/all/by_group/frac_all_bad": 0.7}, r"above 0.9 \(30% all right, 70% all wrong\)"),
     "slow": ({"time/environment": 3.9}, r"more than 90% of the time of rollouts \(3.9 s\)"),
