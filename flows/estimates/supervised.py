@@ -64,7 +64,8 @@ class Estimate:
         candidates: Tokens of sampled candidates, at most, including those of evaluations; zero without candidates.
         examples: Tokens of the examples that the report samples, at most.
         evaluators: Tokens of the evaluators' answers, at most, of all evaluations.
-        excluded: Names of the evaluators whose tokens are unknown, which the cost leaves out.
+        excluded: What the cost or the duration leaves out: evaluators whose tokens are unknown, or the time of
+            evaluations.
         reference: Tokens that the reference model scores; zero without a reference, and for several targets per
             position, for which the reference runs forward passes.
         num_train_tokens: Tokens in all passes of training clients.
@@ -178,7 +179,10 @@ def _estimate(
     candidates += _held_out_candidate_tokens(config, objective, source, evaluations)
     examples = _example_tokens(config, source, schedule) if evaluations else SampledTokens()
     answers = data.evaluators.at_most(schedule.num_often, schedule.num_rarely)
-    pace = _pace(config)
+    pace, num_pauses = _pace(config), len(schedule.evaluations())
+    excluded = tuple(data.evaluators.others)
+    if pace and pace.omits(num_pauses):
+        excluded = (*excluded, f"the time of evaluations, of which run {pace.run_name} had none")
     usd = None
     if price and reference_price:
         usd = price.of_training(num_train_tokens) + price.of_sampling(candidates + examples + answers)
@@ -199,11 +203,11 @@ def _estimate(
         candidates=candidates,
         examples=examples,
         evaluators=answers,
-        excluded=tuple(data.evaluators.others),
+        excluded=excluded,
         reference=reference,
         num_train_tokens=num_train_tokens + num_reference_train_tokens,
         usd=usd,
-        hours=pace.hours(sum(tokens.values()), len(schedule.evaluations())) if pace else None,
+        hours=pace.hours(sum(tokens.values()), num_pauses) if pace else None,
         paced_by=pace.run_name if pace else "",
     )
 

@@ -19,7 +19,7 @@ class Pace(NamedTuple):
         run_name: Name of the run.
         tokens_per_s: Tokens of the run's batches per second, without evaluations and without the first step, whose time
             includes setup.
-        evaluation_s: Mean duration of an evaluation.
+        evaluation_s: Mean duration of an evaluation; 0 if the run had none.
     """
 
     run_name: str
@@ -28,6 +28,10 @@ class Pace(NamedTuple):
 
     def hours(self, num_tokens: int, num_evaluations: int) -> float:
         return (num_tokens / self.tokens_per_s + num_evaluations * self.evaluation_s) / 3600
+
+    def omits(self, num_evaluations: int) -> bool:
+        """Return whether `hours` leaves out evaluations, because the run had none."""
+        return num_evaluations > 0 and self.evaluation_s == 0
 
 
 def find_pace(client: MlflowClient, experiment_id: str, model: str, method: str) -> Pace | None:

@@ -36,6 +36,10 @@ def test_the_plan_names_what_will_be_trained_and_the_price() -> None:
     ]
     paced = plan_lines(config, "sft", range(8, 24), tokens, Pace("earlier", tokens_per_s=20.0))[2]
     assert paced.endswith("; about 13.3 min at the pace of earlier")
+    evaluated = PlannedTokens(16_000, 34_567, 0.5, num_evaluations=3)
+    for evaluation_s, end in ((60.0, "16.3 min at the pace of earlier"), (0.0, "earlier, without evaluations")):
+        pace = Pace("earlier", 20.0, evaluation_s)
+        assert plan_lines(config, "sft", range(8, 24), evaluated, pace)[2].endswith(end)
     resumed = plan_lines(config, "sft", range(8, 24), tokens, Pace(config.run_name, tokens_per_s=20.0))[2]
     assert resumed.endswith("; about 13.3 min at its own pace")
     timed = config.model_copy(update={"checkpoint_every": 4, "checkpoint_every_seconds": 600.0})
