@@ -60,7 +60,7 @@ def score_function(outputs: Outputs, batch: Batch, scores_D: Tensor) -> Tensor:
         raise ObjectiveError(fixed_data_refusal())
     log_ratios_D = summed_log_ratios(outputs.logprobs_DT, outputs.sampling_logprobs_DT, batch.mask_DT, batch.offsets_D)
     trained_D = trained_datums(batch)
-    scores_D, ratios_D = scores_D[trained_D], log_ratios_D.exp()[trained_D]
+    scores_D, log_ratios_D = scores_D[trained_D], log_ratios_D[trained_D]
     prompts_D = number_prompts(batch)[trained_D]
     members_D = batch.labels_D[MEMBER][trained_D] if MEMBER in batch.labels_D else torch.arange(len(scores_D))
     is_other_DD = (prompts_D[:, None] == prompts_D) & (members_D[:, None] != members_D)
@@ -68,6 +68,8 @@ def score_function(outputs: Outputs, batch: Batch, scores_D: Tensor) -> Tensor:
     # A mean of differences, because a constant of the prompt cancels in each of them.
     differences_DD = torch.where(is_other_DD, scores_D[:, None] - scores_D, 0.0)
     advantages_D = differences_DD.sum(1) / num_others_D.clamp(min=1)
+    # A ratio may overflow, and infinity times an advantage of 0 would be NaN.
+    ratios_D = torch.where(advantages_D != 0, log_ratios_D, 0.0).exp()
     return _mean_over_prompts(scores_D + ratios_D * advantages_D, prompts_D)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ragged_batches import datums, make_batch, ragged
 
-from objectives.batch import Outputs
+from objectives.batch import Batch, Outputs
 from objectives.errors import ObjectiveError
 from objectives.estimators import minimum_risk, minimum_risk_mean, score_function, unlikelihood
 from objectives.reductions import reduce
@@ -104,6 +104,20 @@ def test_score_function_is_unbiased_over_every_pair_of_samples():
         mean_gradient += chance * torch.autograd.grad(estimate, logits)[0]
     assert mean_value == pytest.approx((logits.softmax(0) * token_scores).sum().item())
     assert mean_gradient.tolist() == pytest.approx(expected.tolist())
+
+
+def test_an_importance_ratio_that_overflows_needs_an_advantage():
+    """Equal scores have no advantage; in float64, the ratio is finite."""
+    for dtype, scores in ((torch.float32, [2.0, 2.0]), (torch.float64, [2.0, 2.0]), (torch.float64, [2.0, 3.0])):
+        batch = Batch(
+            torch.tensor([5, 6]), torch.ones(2), torch.tensor([0, 1, 2]), labels_D={"prompt": torch.tensor([0, 0])}
+        )
+        leaf = torch.tensor([-1.0, -1.0], dtype=dtype, requires_grad=True)
+        outputs = Outputs(leaf, sampling_logprobs_DT=torch.tensor([-100.0, -1.0], dtype=dtype))
+        value = score_function(outputs, batch, torch.tensor(scores, dtype=dtype))
+        gradient = torch.autograd.grad(value, leaf)[0]
+        assert gradient.isfinite().all()
+        assert bool(gradient.any()) == (scores[0] != scores[1])
 
 
 def test_score_function_on_fixed_data_suggests_the_other_estimators():

@@ -15,6 +15,9 @@ from objectives.term import regularizer
 KlEstimator = Literal["k1", "k2", "k3"]
 Direction = Literal["reverse", "forward", "symmetric"]
 
+# Distance in nats, policy below reference, below which k3 on samples forms the exponent of its product first.
+_FAR = -20.0
+
 
 @regularizer("kl", needs=("ref_logprobs",))
 def kl(
@@ -63,17 +66,17 @@ def kl(
     """
     if outputs.sampling_logprobs_DT is None:
         return kl_unweighted(outputs, batch, estimator=estimator, direction=direction)
-    _check_estimator(estimator, direction)
     if estimator == "k2":
         raise ObjectiveError(
             "estimator 'k2' has no unbiased form on samples; set it to 'k3', or use the term 'kl_unweighted'"
         )
     distance_DT = _distance(outputs, batch)
     directions: tuple[Direction, ...] = ("reverse", "forward") if direction == "symmetric" else (direction,)
-    ratios = [_prefix_ratio(outputs, batch, one_way) for one_way in directions]
+    log_ratios = [_log_prefix_ratio(outputs, batch, one_way) for one_way in directions]
+    ratios = [log_ratio_DT.exp() for log_ratio_DT in log_ratios]
     values = [
-        ratio_DT * _estimate(distance_DT, estimator, one_way)
-        for ratio_DT, one_way in zip(ratios, directions, strict=True)
+        _weighted_estimate(log_ratio_DT, distance_DT if one_way == "reverse" else -distance_DT, estimator)
+        for log_ratio_DT, one_way in zip(log_ratios, directions, strict=True)
     ]
     largest = torch.stack(ratios).detach().amax(0).where(batch.mask_DT, 0.0).max()
     value_DT = sum(values[1:], values[0]) / len(values)
@@ -119,14 +122,10 @@ def kl_unweighted(
     >>> kl_unweighted(outputs, batch, estimator="k2")
     (tensor([0., 2.]), {'k1': tensor(1.), 'distance_max': tensor(2.)})
     """
-    _check_estimator(estimator, direction)
-    distance_DT = _distance(outputs, batch)
-    return _estimate(distance_DT, estimator, direction), _metrics(distance_DT, batch)
-
-
-def _check_estimator(estimator: KlEstimator, direction: Direction) -> None:
     if estimator == "k1" and direction == "symmetric":
         raise ObjectiveError("estimator 'k1' is 0 for direction 'symmetric'; set estimator to 'k2' or 'k3'")
+    distance_DT = _distance(outputs, batch)
+    return _estimate(distance_DT, estimator, direction), _metrics(distance_DT, batch)
 
 
 def _distance(outputs: Outputs, batch: Batch) -> Tensor:
@@ -135,12 +134,22 @@ def _distance(outputs: Outputs, batch: Batch) -> Tensor:
     return (outputs.logprobs_DT - outputs.ref_logprobs_DT).where(batch.mask_DT, 0.0)
 
 
-def _prefix_ratio(outputs: Outputs, batch: Batch, direction: Direction) -> Tensor:
-    """Importance ratio of each completion up to and including each token, ``(N,)``."""
+def _log_prefix_ratio(outputs: Outputs, batch: Batch, direction: Direction) -> Tensor:
+    """Log of the importance ratio of each completion up to and including each token, ``(N,)``."""
     numerator_DT = outputs.logprobs_DT if direction == "reverse" else outputs.ref_logprobs_DT
     assert numerator_DT is not None, "guaranteed by needs"
     assert outputs.sampling_logprobs_DT is not None, "checked by the caller"
-    return prefix_sum_by_datum(numerator_DT - outputs.sampling_logprobs_DT, batch).exp()
+    return prefix_sum_by_datum(numerator_DT - outputs.sampling_logprobs_DT, batch)
+
+
+def _weighted_estimate(log_ratio_DT: Tensor, distance_DT: Tensor, estimator: KlEstimator) -> Tensor:
+    """Estimate times importance ratio, with the distance from the distribution of the ratio's numerator."""
+    if estimator == "k1":
+        return log_ratio_DT.exp() * distance_DT
+    near_DT = log_ratio_DT.exp() * _estimate(distance_DT.clamp(min=_FAR), "k3", "reverse")
+    # Far from the reference, exp(-d) can overflow where the ratio is almost 0, although their product is finite.
+    far_DT = (log_ratio_DT - distance_DT).exp() - log_ratio_DT.exp() * (1 - distance_DT)
+    return torch.where(distance_DT < _FAR, far_DT, near_DT)
 
 
 def _metrics(distance_DT: Tensor, batch: Batch) -> dict[str, Tensor]:

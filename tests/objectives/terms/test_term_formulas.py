@@ -146,10 +146,31 @@ def test_the_sampled_entropy_has_an_unbiased_gradient():
     torch.testing.assert_close(*gradients)
 
 
-def test_symmetric_k1_raises():
+@pytest.mark.parametrize(("name", "on_samples"), [("kl", False), ("kl_unweighted", True)])
+def test_symmetric_k1_without_importance_ratios_raises(name, on_samples):
     batch, outputs = with_policies(*make_batch([3]))
+    if not on_samples:
+        outputs = replace(outputs, sampling_logprobs_DT=None)
     with pytest.raises(ObjectiveError, match="'k1' is 0 for direction 'symmetric'; set estimator to 'k2' or 'k3'"):
-        evaluate(bind("kl", params={"estimator": "k1", "direction": "symmetric"}), outputs, batch)
+        evaluate(bind(name, params={"estimator": "k1", "direction": "symmetric"}), outputs, batch)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("direction", ["reverse", "forward", "symmetric"])
+def test_kl_on_samples_is_finite_far_from_the_reference(direction, estimator):
+    """In float32 as in float64, where no exponential overflows."""
+    batch, _ = make_batch([4])
+    logprobs = torch.tensor([-1.0, -95.0, -2.0, -23.0])
+    reference, sampler = torch.tensor([-1.0, -2.0, -24.0, -1.5]), torch.tensor([-1.0, -3.0, -22.0, -21.0])
+    values = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = logprobs.to(dtype).requires_grad_()
+        outputs = Outputs(leaf, ref_logprobs_DT=reference.to(dtype), sampling_logprobs_DT=sampler.to(dtype))
+        params = {"estimator": estimator, "direction": direction}
+        value_DT = bind("kl", params=params).term(outputs, batch, **params)[0]
+        values.append(torch.stack([value_DT, torch.autograd.grad(value_DT.sum(), leaf)[0]]).double())
+    assert values[0].isfinite().all()
+    torch.testing.assert_close(*values, rtol=1e-4, atol=1e-6)
 
 
 def test_extreme_prompt_logprobs_have_no_gradient():
