@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sqlite3
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, urlsplit
@@ -146,7 +148,7 @@ def _query_sqlite(base: KnowledgeBase, keys: Sequence[Key]) -> dict[Key, Values]
     try:
         with closing(sqlite3.connect(uri, uri=True, timeout=base.timeout_s)) as connection:
             return {
-                key: tuple(str(row[0]) for row in connection.execute(base.query, dict(key)) if row[0] is not None)
+                key: tuple(_to_text(row[0]) for row in connection.execute(base.query, dict(key)) if row[0] is not None)
                 for key in keys
             }
     except sqlite3.Error as error:
@@ -162,4 +164,13 @@ def _parse_values(response: object) -> Values:
         raise ValueError(
             f"its response is {str(response)[:80]!r}, but a string, number or boolean is expected, or a list of them"
         )
-    return tuple(str(value) for value in values)
+    return tuple(_to_text(value) for value in values)
+
+
+def _to_text(value: object) -> str:
+    """Return a value as text, a float without an exponent.
+
+    >>> _to_text(1e-05), _to_text(2e16), _to_text(330.0), _to_text(7)
+    ('0.00001', '20000000000000000', '330.0', '7')
+    """
+    return format(Decimal(repr(value)), "f") if isinstance(value, float) and math.isfinite(value) else str(value)
