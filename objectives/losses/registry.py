@@ -141,9 +141,10 @@ class BuiltInLoss:
             if name not in self.defaults:
                 known = f"its parameters are {', '.join(self.defaults)}" if self.defaults else "it has no parameters"
                 raise ObjectiveError(f"The loss {self.name!r} has no parameter {name!r}; {known}.")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise ObjectiveError(
-                    f"The parameter {name!r} of the loss {self.name!r} is {value!r}; set it to a number of at least 0."
+                    f"The parameter {name!r} of the loss {self.name!r} is {value!r}; set it to a finite number of "
+                    "at least 0."
                 )
             params[name] = float(value)
         if self.clips and params[CLIP_LOW] > params[CLIP_HIGH]:

@@ -107,6 +107,18 @@ def test_an_unknown_base_loss_raises(base_loss, message):
         Objective(base_loss)
 
 
+def test_a_term_as_base_loss_takes_parameters_that_are_no_numbers():
+    kl = Objective({"name": "kl", "params": {"estimator": "k1", "direction": "forward"}}).base
+    assert kl is not None
+    assert kl.params == {"estimator": "k1", "direction": "forward"}
+    with pytest.raises(ObjectiveError, match="The parameters of term 'kl' are wrong: 'estimator' is 'k9'"):
+        Objective({"name": "kl", "params": {"estimator": "k9"}})
+    ppo = Objective({"name": "ppo", "params": {"clip_low_threshold": "9e-1"}})  # text in YAML
+    assert ppo.base is not None
+    with pytest.raises(ObjectiveError, match="'clip_low_threshold' of the loss 'ppo' is inf"):
+        Objective({"name": "ppo", "params": {"clip_low_threshold": float("inf")}})
+
+
 def test_a_scored_term_as_base_loss_raises():
     from objectives.terms.text.logic import logic
 

@@ -240,9 +240,13 @@ def test_clip_bounds_can_differ_by_token(name):
             "has no parameter 'epsilon'; its parameters are clip_low_threshold, clip_high_threshold",
         ),
         ("cross_entropy", {"beta": 1.0}, "The loss 'cross_entropy' has no parameter 'beta'; it has no parameters"),
-        ("dro", {"beta": -1.0}, "The parameter 'beta' of the loss 'dro' is -1.0; set it to a number of at least 0"),
-        ("dro", {"beta": float("nan")}, "is nan; set it to a number of at least 0"),
-        ("stable_reinforce", {"kl_coeff": "a"}, "is 'a'; set it to a number of at least 0"),
+        (
+            "dro",
+            {"beta": -1.0},
+            "The parameter 'beta' of the loss 'dro' is -1.0; set it to a finite number of at least 0",
+        ),
+        ("dro", {"beta": float("nan")}, "is nan; set it to a finite number of at least 0"),
+        ("stable_reinforce", {"kl_coeff": "a"}, "is 'a'; set it to a finite number of at least 0"),
         ("ppo", {"clip_high_threshold": 0.2}, "has clip_low_threshold=0.8 above clip_high_threshold=0.2"),
     ],
 )
