@@ -173,9 +173,11 @@ def _estimate(
         else:
             num_reference_train_tokens = num_scored_tokens
     measured = [step for step in trained if objective.measures_effects(step)]
-    candidates = _candidate_tokens(config, objective, first_batch, trained)
-    # Two passes over the candidates: forward, and forward_backward.
-    num_train_tokens += 2 * (candidates.num_prefill_tokens * _num_candidates(config) + candidates.num_sample_tokens)
+    of_step, sampled = _candidate_tokens(config, objective, first_batch, trained)
+    candidates = of_step.times(len(sampled))
+    # Passes over the candidates: forward, forward_backward, and another forward pass where effects are measured.
+    num_candidate_passes = 2 * len(sampled) + sum(objective.measures_effects(step) for step in sampled)
+    num_train_tokens += num_candidate_passes * (of_step.num_prefill_tokens + of_step.num_sample_tokens)
     candidates += _held_out_candidate_tokens(config, objective, source, evaluations)
     examples = _example_tokens(config, source, schedule) if evaluations else SampledTokens()
     answers = data.evaluators.at_most(schedule.num_often, schedule.num_rarely)
@@ -303,21 +305,19 @@ def _candidates(config: SftConfig | DpoConfig) -> CandidatesConfig | None:
     return CandidatesConfig() if config.candidates == "auto" else config.candidates
 
 
-def _num_candidates(config: SftConfig | DpoConfig) -> int:
-    settings = _candidates(config)
-    return settings.num if settings else 0
-
-
 def _candidate_tokens(
     config: SftConfig | DpoConfig, objective: Objective, batch: Batch, trained: Sequence[int]
-) -> SampledTokens:
-    """Count the tokens of all candidates, if all have the maximum length and all batches the prompts of the first."""
+) -> tuple[SampledTokens, list[int]]:
+    """Count the tokens of a step's candidates, if all have the maximum length; return them and the steps with some.
+
+    All batches are assumed to have the prompts of the first.
+    """
     settings = _candidates(config)
-    steps = [step for step in trained if step % settings.every == 0] if settings else ()
-    num_sampled = sum(bool(objective.due(step, on_candidates=True)) for step in steps)
-    if settings is None or not num_sampled:
-        return SampledTokens()
-    return most_tokens(prompts_of(batch), settings.num, settings.max_tokens).times(num_sampled)
+    steps = [step for step in trained if settings and step % settings.every == 0]
+    steps = [step for step in steps if objective.due(step, on_candidates=True)]
+    if settings is None or not steps:
+        return SampledTokens(), []
+    return most_tokens(prompts_of(batch), settings.num, settings.max_tokens), steps
 
 
 def _held_out_candidate_tokens(

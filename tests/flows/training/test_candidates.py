@@ -101,6 +101,9 @@ def test_sampled_candidates_train_and_are_stored(
         for row in group
     )
     assert logged["cost/num_sample_tokens"][-1][1] == num_tokens
+    trained = result.metrics["cost/num_train_tokens"]
+    estimated = estimate(config.model_copy(update={"run_name": "estimated"})).num_train_tokens
+    assert trained <= estimated <= 1.1 * trained, "nearly all candidates have the maximum length"
 
 
 def test_without_candidates_such_a_term_is_rejected_before_the_first_step(
