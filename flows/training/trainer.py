@@ -64,7 +64,7 @@ from flows.training.watch import RunWatch
 from objectives.batch import Batch
 from objectives.execution.term_loop import StepPosition
 from objectives.gradients.linearize import Linearized, join_metrics, measure_effects
-from objectives.losses import compute_mean_nll
+from objectives.losses.cross_entropy import compute_mean_nll, weights_cancel
 from objectives.objective import Objective
 from tasks.common.datum_cache import load_cache, save_cache
 from tasks.common.task import call, opaque_argument
@@ -485,7 +485,9 @@ class Trainer:
         logprobs_DT = torch.cat([minibatch.logprobs_DT for minibatch in trained])
         weights_DT = torch.cat([minibatch.batch.weights_DT for minibatch in trained])
         num_tokens = sum(minibatch.batch.num_tokens for minibatch in trained)
-        of_update = {"train_mean_nll": compute_mean_nll(logprobs_DT, weights_DT), "num_tokens": num_tokens}
+        of_update: dict[str, float] = {"num_tokens": num_tokens}
+        if not weights_cancel(weights_DT):
+            of_update["train_mean_nll"] = compute_mean_nll(logprobs_DT, weights_DT)
         of_source = self.source.metrics(step, trained, joined)
         return metrics | of_source | joined | self.objective.observe(step, joined) | of_update
 

@@ -27,3 +27,14 @@ def cross_entropy(logprobs_DT: Tensor, weights_DT: Tensor) -> Tensor:
 def compute_mean_nll(logprobs_DT: Tensor, weights_DT: Tensor) -> float:
     """Weighted mean negative log-likelihood, nats per token: `cross_entropy` divided by the sum of the weights."""
     return float(cross_entropy(logprobs_DT, weights_DT) / weights_DT.sum())
+
+
+def weights_cancel(weights_DT: Tensor) -> bool:
+    """Return whether positive and negative weights add up to 0, up to rounding, so that there is no weighted mean.
+
+    >>> import torch
+    >>> weights_cancel(torch.tensor([0.1, 0.2, -0.3])), weights_cancel(torch.tensor([0.1, 0.2, -0.2]))
+    (True, False)
+    """
+    weights_DT = weights_DT.double()
+    return float(weights_DT.sum().abs()) <= 1e-6 * float(weights_DT.abs().sum())

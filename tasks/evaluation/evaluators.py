@@ -32,6 +32,7 @@ from blocks.errors import (
 )
 from objectives.batch import Batch
 from objectives.labels import find_prompts, number_equal, without_labels
+from objectives.losses.cross_entropy import weights_cancel
 from tasks.common.builders import NO_RESOURCES, data_errors, import_builder, import_object
 from tasks.common.internals.cookbook import count_bytes, find_text
 from tasks.common.service_errors import service_errors
@@ -67,7 +68,8 @@ class HeldOutNLL(TrainingClientEvaluator):
     - `test/bits_per_byte`: total over the trained tokens that are not special, in bits, divided by the UTF-8 bytes of
       their text. It is comparable between models with different tokenizers, and left out if there is no such text.
 
-    Data with K weighted targets per position has `test/nll` alone, the cross-entropy to these targets.
+    Data with K weighted targets per position has `test/nll` alone, the cross-entropy to these targets. Data whose
+    positive and negative weights add up to 0 has no `test/nll`.
 
     Each metric has a score for each datum, for paired comparisons: the datum's own value, weighted by its loss weight,
     tokens or bytes. Datums of one prompt are one independent sample. With more than `MAX_SCORES` datums, each prompt
@@ -88,7 +90,7 @@ class HeldOutNLL(TrainingClientEvaluator):
         self.num_tokens = sum(datum.model_input.length for datum in self._datums)
         self.num_datums = len(self._datums)
         weights_D = [datum.loss_fn_inputs["weights"].to_torch() for datum in self._datums]
-        self.num_untrained = sum(not bool((weights > 0).any()) for weights in weights_D)
+        self.num_untrained = sum(not bool((weights != 0).any()) for weights in weights_D)
         if self._datums[0].loss_fn_inputs["weights"].to_torch().ndim > 1:
             self.scored_metrics = ("test/nll",)  # data with K targets per position
         if any(float(weights.sum()) < 0 for weights in weights_D):  # no mean over samples
@@ -138,16 +140,20 @@ class HeldOutNLL(TrainingClientEvaluator):
 
     def _metrics(self, logprobs_D: list[tinker.TensorData]) -> GradedMetrics:
         weights_D = [datum.loss_fn_inputs["weights"] for datum in self._datums]
-        # Flat, because with K targets per position both have the shape (T, K).
-        nll = compute_mean_nll([_flat(logprobs) for logprobs in logprobs_D], [_flat(weights) for weights in weights_D])
-        if not math.isfinite(nll):
-            raise PoisonedError(
-                f"The held-out data has the mean negative log-likelihood {nll}: check its rows and the weights."
-            )
+        means: dict[str, float] = {}
+        if not weights_cancel(torch.cat([weights.to_torch().flatten() for weights in weights_D])):
+            # Flat, because with K targets per position both have the shape (T, K).
+            pairs = [(_flat(logprobs), _flat(weights)) for logprobs, weights in zip(logprobs_D, weights_D, strict=True)]
+            means["test/nll"] = compute_mean_nll(*map(list, zip(*pairs, strict=True)))
         totals = self._totals(logprobs_D, weights_D)
         if "test/nll" not in self.scored_metrics:
             del totals["test/nll"]
-        means = {name: sum(sums_D) / sum(sizes_D) for name, (sums_D, sizes_D) in totals.items()}
+        totals = {name: (sums_D, sizes_D) for name, (sums_D, sizes_D) in totals.items() if sum(sizes_D) > 0}
+        means = {name: sum(sums_D) / sum(sizes_D) for name, (sums_D, sizes_D) in totals.items()} | means
+        if wrong := [name for name, mean in means.items() if not math.isfinite(mean)]:
+            raise PoisonedError(
+                f"The held-out data has the {wrong[0]} {means[wrong[0]]}: check its rows and the weights of the model."
+            )
         groups = self._prompts_D
         if len(self._datums) > MAX_SCORES:
             num_prompts = max(groups) + 1
@@ -163,7 +169,7 @@ class HeldOutNLL(TrainingClientEvaluator):
             name: [sum_ / size if size else 0.0 for sum_, size in zip(sums, sizes, strict=True)]
             for name, (sums, sizes) in totals.items()
         }
-        return GradedMetrics(means | {"test/nll": nll}, scores, self._digest, sizes, groups)
+        return GradedMetrics(means, scores, self._digest, sizes, groups)
 
     def _totals(
         self, logprobs_D: Sequence[tinker.TensorData], weights_D: Sequence[tinker.TensorData]

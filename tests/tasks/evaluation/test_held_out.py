@@ -124,6 +124,27 @@ def test_score_is_the_metric_of_a_datum(engine_url: str) -> None:
         assert scores["test/bits_per_byte"][index] == pytest.approx(compute_bpb(*alone, tokenizer), rel=1e-5)
 
 
+def weighted(datum: tinker.Datum, factor: float) -> tinker.Datum:
+    """Return a datum with its weights multiplied by a factor."""
+    weights = factor * datum.loss_fn_inputs["weights"].to_torch()
+    inputs = {**datum.loss_fn_inputs, "weights": tinker.TensorData.from_torch(weights)}
+    return tinker.Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
+
+
+def test_weights_that_cancel_have_no_mean(engine_url: str) -> None:
+    """Positive and negative weights add up to 0; tokens of positive weight still have their own mean."""
+    client = open_client(engine_url)
+    (datum, other, _) = datums_of(client.get_tokenizer())
+    balanced = [datum, weighted(datum, -1.0)]
+    held_out = HeldOutNLL(OneBatch(balanced), client.get_tokenizer())
+    assert held_out.num_untrained == 0
+    measured, alone = asyncio.run(held_out(client)), measure(client, [datum])
+    assert "test/nll" not in measured
+    assert measured["test/nll_per_token"] == pytest.approx(alone["test/nll_per_token"], rel=1e-5)
+    negative = measure(client, [weighted(other, -1.0)])
+    assert negative == pytest.approx({"test/nll": measure(client, [other])["test/nll"]}, rel=1e-5)
+
+
 def test_rows_without_trained_tokens_are_no_samples(engine_url: str) -> None:
     client = open_client(engine_url)
     datums = datums_of(client.get_tokenizer())
