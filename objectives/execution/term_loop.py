@@ -132,7 +132,8 @@ def evaluate_terms(  # noqa: PLR0913 - the objective, its inputs and where they 
             objective.set_gain_unit(regularizer, batch, supervised)
             weight = objective.weight_at(regularizer, position.step, position.num_steps)
             is_balanced = regularizer.target is None
-            evaluated.append(WeightedTerm(evaluation, weight, scale.of(regularizer, batch), is_balanced))
+            factor = scale.of(regularizer, batch)
+            evaluated.append(WeightedTerm(evaluation, weight, factor, is_balanced, regularizer.adds_up))
     linearized = executor.linearize(objective, outputs, batch, evaluated, position.step, scale)
     return replace(linearized, metrics={**linearized.metrics, **skipped})
 

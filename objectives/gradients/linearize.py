@@ -7,7 +7,7 @@ terms are computed separately and added.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import NamedTuple
@@ -31,12 +31,14 @@ class WeightedTerm(NamedTuple):
         scale: factor of the batch; see `objectives.term_weights.scale`. The gradient enters the sum with
             ``weight * scale``.
         is_balanced: True if balancing may change the weight; False for a term with a target.
+        adds_up: True for a term with the reduction `sum`: the values of minibatches add up to that of the update.
     """
 
     evaluation: Evaluation
     weight: float
     scale: float = 1.0
     is_balanced: bool = True
+    adds_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,8 @@ def linearize(
 def join_metrics(parts: Sequence[Linearized]) -> dict[str, float]:
     """Compute the metrics of an update from its minibatches.
 
-    Values are means over the update, and norms, shares and cosines refer to its whole gradient. The gradients of the
+    Values are means over the update, or sums for terms with the reduction `sum`. Norms, shares and cosines refer to its
+    whole gradient. The gradients of the
     minibatches belong to different tokens, so their scalar products add up. A term's own metrics are weighted as its
     value is, by the minibatches' tokens or sequences; metrics whose name ends in ``_max`` are maxima.
 
@@ -163,7 +166,7 @@ def join_metrics(parts: Sequence[Linearized]) -> dict[str, float]:
     size = sum(part.size for part in parts) or 1.0  # candidates alone have no base loss to refer to
     names = list(dict.fromkeys(row.evaluation.name for part in parts for row in part.rows))
     rows_by_name = {name: [row for part in parts for row in part.rows if row.evaluation.name == name] for name in names}
-    scales = {name: sum(row.scale for row in rows) for name, rows in rows_by_name.items()}
+    scales = _scales(row for part in parts for row in part.rows)
     products_KK = torch.zeros((len(names), len(names)), dtype=torch.float64)
     weighted_squares_K = torch.zeros(len(names), dtype=torch.float64)
     for part in parts:
@@ -181,7 +184,8 @@ def join_metrics(parts: Sequence[Linearized]) -> dict[str, float]:
     )  # fmt: skip
     for name, (norm, weighted_norm, share, cosine) in zip(names, columns, strict=True):
         rows = rows_by_name[name]
-        value = _weighted_mean([row.evaluation.value for row in rows], [row.scale for row in rows])
+        values = [row.evaluation.value for row in rows]
+        value = sum(values) if rows[0].adds_up else _weighted_mean(values, [row.scale for row in rows])
         contributions.append(rows[0].weight * value * scales[name] / size)
         figures = {
             "value": value,
@@ -229,15 +233,23 @@ def measure_effects(parts: Sequence[Linearized], changes: Sequence[Tensor]) -> d
     {'term/base/effect': -0.75, 'term/a/effect': 1.0}
     """
     effects: dict[str, float] = {}
-    scales: dict[str, float] = {}
+    scales = _scales(row for part in parts for row in part.rows)
     for part, change_DT in zip(parts, changes, strict=True):
         for number, row in enumerate(part.rows):
             name = row.evaluation.name
             unit = part.base_unit if number == 0 else 1.0
             product = float((row.evaluation.gradient_DT.double() * change_DT.double()).sum())
             effects[name] = effects.get(name, 0.0) + row.scale * unit * product
-            scales[name] = scales.get(name, 0.0) + row.scale
     return {f"term/{name}/effect": effect / (scales[name] or 1.0) for name, effect in effects.items()}
+
+
+def _scales(rows: Iterable[WeightedTerm]) -> dict[str, float]:
+    """Scale of each term's value over the update, by name: the sum of the minibatches', or that of one for sums."""
+    scales: dict[str, float] = {}
+    for row in rows:
+        name, before = row.evaluation.name, scales.get(row.evaluation.name, 0.0)
+        scales[name] = max(before, row.scale) if row.adds_up else before + row.scale
+    return scales
 
 
 def _other_metrics(parts: Sequence[Linearized], known: Mapping[str, float]) -> dict[str, float]:

@@ -18,7 +18,9 @@ from objectives import (
     regularizer,
 )
 from objectives.batch import pack
-from objectives.gradients.linearize import Linearized, WeightedTerm, join_metrics
+from objectives.execution.term_loop import StepPosition, evaluate_terms, prepare_terms
+from objectives.gradients.linearize import Linearized, WeightedTerm, join_metrics, measure_effects
+from objectives.sdk.training_loop import ThreadTermExecutor
 from objectives.term_weights.scale import candidate_scale
 
 LENGTHS = (5, 9, 4, 12, 7, 3, 8, 6)
@@ -230,6 +232,33 @@ def test_norms_of_minibatches_with_opposite_gradients_are_those_of_the_update():
     assert metrics["term/confidence/value"] == pytest.approx(float((p * outputs.logprobs_DT).mean()), rel=1e-6)
     assert metrics["loss/base"] == pytest.approx(-float(outputs.logprobs_DT.mean()), rel=1e-6)
     assert metrics["loss/base_sum"] == pytest.approx(-float(outputs.logprobs_DT.sum()), rel=1e-6)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 4])
+def test_a_sum_over_an_update_does_not_depend_on_its_minibatches(num_parts):
+    """Value, contribution, norm and effect of a term with the reduction `sum`, against plain torch."""
+
+    @regularizer("test_squared_logprobs", reduction="sum")
+    def squared_logprobs(outputs, batch):
+        return outputs.logprobs_DT**2
+
+    objective = Objective(regularizers=[{"fn": squared_logprobs, "weight": 0.25}])
+    logprobs_DT = -torch.arange(1.0, 9.0, dtype=torch.float64)
+    change_DT = torch.linspace(-0.5, 1.0, 8, dtype=torch.float64)
+    parts = []
+    for piece_DT in logprobs_DT.chunk(num_parts):
+        size = len(piece_DT)
+        batch = Batch(torch.zeros(size).long(), torch.ones(size), torch.tensor([0, size]))
+        position = StepPosition(0, 1, 1 / num_parts)
+        with ThreadTermExecutor(objective) as executor:
+            terms = prepare_terms(objective, batch, position, executor)
+            parts.append(evaluate_terms(objective, terms, Outputs(piece_DT), batch, executor, position))
+    metrics = join_metrics(parts)
+    assert metrics["term/test_squared_logprobs/value"] == pytest.approx(float((logprobs_DT**2).sum()))
+    assert metrics["term/test_squared_logprobs/contribution"] == pytest.approx(float((logprobs_DT**2).sum()) / 4 / 8)
+    assert metrics["term/test_squared_logprobs/grad_norm"] == pytest.approx(float((2 * logprobs_DT).norm()))
+    effects = measure_effects(parts, change_DT.chunk(num_parts))
+    assert effects["term/test_squared_logprobs/effect"] == pytest.approx(float(2 * logprobs_DT @ change_DT))
 
 
 @pytest.mark.parametrize("estimator", ["auto", "minimum_risk", "minimum_risk_mean"])
