@@ -27,10 +27,14 @@ _UNKNOWNS = frozenset("xyz")
 _DIGITS = frozenset(string.digits)
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 _ANNOTATION = re.compile(r"<<([^<>]*)>>")
-_ANSWER = re.compile(r"####\s*([-\u2212$0-9.,]*[0-9])")
+_ANSWER = re.compile(r"####\s*([^\n]*)")
+# A number, fraction or percentage that does not start a range or further arithmetic.
+_STATED = re.compile(
+    r"([-+\u2212\u2013\u2014$€£\s]*(?>[0-9.,]*[0-9])(?:\s*/\s*(?>[0-9]+)|\s*%)?)(?!\s*[-+*/^\u2212\u2013\u2014]\s*[0-9])"
+)
 _PLAIN_NUMBER = re.compile(r"[-+\u2212\u2013\u2014$€£\s]*[0-9,]*(?:\.([0-9]*))?\s*(%?)[$€£\s]*")
 _NUMBER = r"[0-9]+\.?[0-9]*|\.[0-9]+"
-_TOKEN = re.compile(rf"{_NUMBER}|\S")
+_TOKEN = re.compile(rf"(?:{_NUMBER})(?:\s*%)?|\S")
 
 
 def _expand_power(power: re.Match[str]) -> str:
@@ -44,9 +48,8 @@ _REWRITES = (
     (re.compile(r"[\u00d7\u00b7]"), "*"),
     (re.compile(r"\u00f7"), "/"),
     (re.compile(r"(?<=[0-9.)%])\s*x\s*(?=[0-9.(])"), "*"),  # 5 x 4: between two numbers, x is a multiplication sign
-    (re.compile(rf"({_NUMBER})\s*%"), r"(\1/100)"),
     (re.compile(rf"({_NUMBER})\s*(?:\*\*|\^)\s*([1-9])(?![0-9.])"), _expand_power),
-    (re.compile(r"(?<=[0-9.)])\s*(?=[a-z(])"), "*"),  # 2x, 3(4+5)
+    (re.compile(r"(?<=[0-9.)%])\s*(?=[a-z(])"), "*"),  # 2x, 3(4+5)
 )
 
 
@@ -90,7 +93,8 @@ def read_solution(text: str) -> Solution:
     annotations = _ANNOTATION.findall(text)
     steps = tuple(step for step in map(_read_annotation, annotations[:MAX_STEPS]) if step)
     answers = _ANSWER.findall(text)
-    answer = _read_side(answers[-1]) if answers else None
+    stated = _STATED.match(answers[-1]) if answers else None
+    answer = _read_side(stated[1]) if stated else None
     return Solution(steps, len(annotations) - len(steps), evaluate_program(answer) if answer else None)
 
 
@@ -230,7 +234,8 @@ def _operand(tokens: list[str]) -> Program:
     if token in _UNKNOWNS:
         return (token,)
     if len(token) > 1 or token in _DIGITS:
-        return (Fraction(token),)
+        number = token.rstrip("%")  # 20% is one number, so that it equals an earlier result of 20%
+        return (Fraction(number) / (1 if number == token else 100),)
     raise _NotArithmeticError
 
 

@@ -79,7 +79,7 @@ def _check_source(name: str | ImportedFunction) -> str | ImportedFunction:
 ConstraintSource = Annotated[str | ImportedFunction, AfterValidator(_check_source)]
 
 
-@per_datum(version=2)
+@per_datum(version=3)
 def check_annotations(
     batch: Batch, *, extractor: ExtractorName = "gsm8k", constraints: ConstraintSource | None = None
 ) -> list[CheckCounts]:

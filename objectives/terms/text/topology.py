@@ -94,7 +94,7 @@ class _Filtration(NamedTuple):
     truncated: bool = False
 
 
-@per_datum()
+@per_datum(version=2)
 def betti_numbers(
     batch: Batch,
     *,
