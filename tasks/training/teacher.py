@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import NamedTuple
 
 import tinker
@@ -165,8 +166,14 @@ async def _compute_top_k(request: TeacherRequest, top_k: int) -> TopK:
 
 
 def _pad(row: list[tuple[int, float]], top_k: int) -> list[tuple[int, float]]:
-    """Cut a row to K tokens, or pad the row of a vocabulary smaller than K with tokens of probability 0."""
-    return row[:top_k] + [(row[0][0], -torch.inf)] * (top_k - len(row))
+    """Cut a row to K tokens, or pad it with other tokens, of probability 0.
+
+    >>> _pad([(7, -0.1), (0, -2.4)], 4)
+    [(7, -0.1), (0, -2.4), (1, -inf), (2, -inf)]
+    """
+    tokens = {token for token, _ in row}
+    others = (token for token in count() if token not in tokens)
+    return row[:top_k] + [(token, -torch.inf) for token in islice(others, max(0, top_k - len(row)))]
 
 
 def _input_with_last_target(datum: tinker.Datum) -> tinker.ModelInput:
