@@ -140,7 +140,7 @@ class RunStorage(Block):
                 name for name in self._objects("").names() if self.run_directory(name).read_bytes(CONFIG) is not None
             ]
         try:
-            return sorted(run.name for run in runs.iterdir() if (run / CONFIG).is_file())
+            return sorted(run.name for run in runs.iterdir() if _is_run(run))
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -168,6 +168,11 @@ class RunStorage(Block):
                 f"The run storage url {self.url!r} is neither a local directory nor s3://bucket/prefix: "
                 "set it to one of them."
             )
+        # A server or s3fs reads these as another key.
+        wrong = [segment for segment in path.strip("/").split("/") if segment in ("", ".", "..")]
+        if wrong or "?versionId=" in path:
+            part = f"the path segment {wrong[0]!r}" if wrong else "'?versionId='"
+            raise StorageError(f"The run storage url {self.url!r} has {part}: remove it.")
         return None
 
     def _objects(self, subpath: str) -> Objects:
@@ -180,3 +185,11 @@ class RunStorage(Block):
             secret=self.secret_key.get_secret_value() if self.secret_key else None,
             patience_s=self.patience_s,
         )
+
+
+def _is_run(folder: Path) -> bool:
+    """Return whether a folder is a run; also True for a folder that another user does not let this one read."""
+    try:
+        return (folder / CONFIG).is_file()
+    except PermissionError:
+        return True

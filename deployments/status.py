@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowRun
 from rich.table import Table
 
-from blocks.errors import ConfigError, ServiceError
+from blocks.errors import ConfigError, ServiceError, StorageError
 from blocks.terminal import TextConsole, escape_terminal
 from blocks.urls import hide_credentials
 from deployments.run_lookup import StoredRun, find_mlflow_run, find_run
@@ -124,7 +124,7 @@ def _status_or_damage(run_name: str, storage: str) -> RunStatus:
     """Return the status of a run, so that the list shows the other runs too if the files of one are invalid."""
     try:
         return status_of(find_run(run_name, storage))
-    except ConfigError as error:
+    except (ConfigError, StorageError) as error:
         directory = storage_at(storage).run_directory(run_name).location
         return RunStatus(run_name, model="", state="damaged", why=str(error), directory=directory)
 

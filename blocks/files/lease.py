@@ -14,7 +14,14 @@ import time
 from dataclasses import asdict
 
 from blocks.errors import StorageError
-from blocks.files.lock_holder import LockHolder, current_process, locked_error, removed_error, taken_over_error
+from blocks.files.lock_holder import (
+    LOCAL_LOCK,
+    LockHolder,
+    current_process,
+    locked_error,
+    removed_error,
+    taken_over_error,
+)
 from blocks.files.objects import ChangedError, Objects
 from blocks.terminal import print_notice
 
@@ -118,6 +125,8 @@ class Lease:
         """Return the holder recorded in the lease and the version of the lease; None for each that is missing."""
         version = self._objects.version(NAME)  # read before the content, so that no change is missed
         content = self._objects.read(NAME) if version else None
+        if content and content.startswith(LOCAL_LOCK):  # copied from a local directory, in which it locks nothing here
+            return None, version
         try:
             fields = json.loads(content or b"{}")
             return (LockHolder(**fields["holder"]) if fields else None), version

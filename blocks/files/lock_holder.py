@@ -13,6 +13,8 @@ from prefect.runtime import flow_run
 
 from blocks.errors import LostRunError, StorageError
 
+LOCAL_LOCK = b"process "  # start of the lock file of a local directory
+
 
 @dataclass(frozen=True, slots=True)
 class LockHolder:
@@ -36,6 +38,7 @@ class LockHolder:
     started: str
 
     def __str__(self) -> str:
+        """Describe the process; the lock file of a local directory has this text, which starts with `LOCAL_LOCK`."""
         run = f", flow run {self.flow_run}" if self.flow_run else ""
         return f"process {self.pid} on {self.host}{run}, since {self.since} UTC"
 

@@ -127,3 +127,23 @@ def test_status_of_a_failed_run(capsys: pytest.CaptureFixture[str], environment:
     assert "failed" in shown
     assert tinker_flows("status", "failed") == 0
     assert str(tinker_flows("report", "failed")).startswith("error: Run 'failed' has not logged a step yet")
+
+
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(
+    capsys: pytest.CaptureFixture[str], environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = Path(environment["TINKER_FLOWS_HOME"]) / "runs"
+    for name in ("closed", "open"):
+        (runs / name).mkdir(parents=True)
+        (runs / name / "config.json").write_text("damaged")
+    read = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path.parent.name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    listed = {run["run_name"]: run for run in status(capsys)}
+    assert listed["closed"]["state"] == listed["open"]["state"] == "damaged"
+    assert "Permission denied" in listed["closed"]["why"]

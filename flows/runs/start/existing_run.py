@@ -72,8 +72,9 @@ def _delete(config: RunConfig, directory: RunDirectory) -> None:
         steps = _steps_of_checkpoints(directory)
         weights_left = f" The weights of its checkpoints at the steps {steps} stay on the service." if steps else ""
         mlflow = _delete_mlflow_run(config, directory)
-        # The records of checkpoints come first: a run whose deletion was interrupted must not resume.
-        names = sorted(directory.names(), key=lambda name: (name != CHECKPOINTS_BASE_NAME, name))
+        # The records of checkpoints come first: a run whose deletion was interrupted must not resume. The config comes
+        # last: with it, the next start finds the other files and deletes them.
+        names = sorted(directory.names(), key=lambda name: (name == CONFIG, name != CHECKPOINTS_BASE_NAME, name))
         for name in names:
             directory.remove(name)
     text = (

@@ -22,6 +22,7 @@ from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks import MLflowTracking, TinkerService
 from blocks.errors import ServiceError, StorageError
+from blocks.mlflow_internals import INVALID_PARAMETER_VALUE, RESOURCE_DOES_NOT_EXIST, ErrorCode
 from blocks.storage import CONFIG, RunDirectory
 from blocks.tracking import RECORD_TAG
 from flows.config.base import RunConfig, TrackedConfig
@@ -30,12 +31,15 @@ from flows.monitoring.run_tags import STOPPED_TAG, forget_end
 from flows.runs.blocks import tracking_of
 from tasks.reports.html import DESCRIPTION_TAG, flow_run_link, markdown_code
 from tasks.training.checkpoints import Records
+from tasks.training.tracking.metric_names import safe_name
 from tasks.training.tracking.metrics import MetricsLog
 
 MAX_PARAM_LENGTH = 6000  # MLflow's limit
 # Newest opening of a run, and the status with which each opening ended. A process that was frozen in the middle of its
 # last request may send it after another process has taken over the run; these tags tell both apart.
 _OPENING_TAG, _ENDED_TAG = "tinker_flows.opening", "tinker_flows.ended"
+# Errors for the id of a run that the store does not have, or that another kind of store has given.
+_UNKNOWN_RUN = {ErrorCode.Name(RESOURCE_DOES_NOT_EXIST), ErrorCode.Name(INVALID_PARAMETER_VALUE)}
 _SHOWN = {"model", "learning_rate", "lr_schedule", "lora_rank", "seed"}
 
 
@@ -64,12 +68,13 @@ def open_mlflow_run(  # noqa: PLR0913 - all describe one MLflow run
         ServiceError: MLflow does not respond or rejects a request, or the MLflow run of the earlier start is deleted.
     """
     client = tracking.get_client()
+    tags = {safe_name(key): value for key, value in tags.items()}
     with tracking.failures():
         check_writer()  # if the directory was removed, the record differs, and a second MLflow run would be created
         run = _find_active_run(tracking, client, run_id) or tracking.find_or_create_run(client, run_name, record, tags)
         check_writer()
         if not run.data.params:
-            entries = [Param(key, str(value)[:MAX_PARAM_LENGTH]) for key, value in params.items()]
+            entries = [Param(safe_name(key), str(value)[:MAX_PARAM_LENGTH]) for key, value in params.items()]
             client.log_batch(run.info.run_id, params=entries)
         for key, value in tags.items():
             client.set_tag(run.info.run_id, key, value)
@@ -93,6 +98,7 @@ def open_mlflow_run(  # noqa: PLR0913 - all describe one MLflow run
             status, reason = "KILLED", "The flow run was suspended in Prefect; Resume continues it."
         with suppress(ServiceError, StorageError), tracking.failures():
             log.flush()
+        with suppress(ServiceError, StorageError), tracking.failures():
             check_writer()
             client.set_tag(log.run_id, STOPPED_TAG, reason)
         raise
@@ -180,9 +186,13 @@ def find_recorded_run(
 
 
 def _find_run(client: MlflowClient, run_id: str | None) -> MlflowRun | None:
-    with suppress(MlflowException):  # the run was deleted for good, or the flow now uses another tracking store
+    """Return a run; None if it was deleted for good, or if the flow now uses another tracking store."""
+    try:
         return client.get_run(run_id) if run_id else None
-    return None
+    except MlflowException as error:
+        if error.error_code not in _UNKNOWN_RUN:
+            raise
+        return None
 
 
 def _find_active_run(tracking: MLflowTracking, client: MlflowClient, run_id: str | None) -> MlflowRun | None:
@@ -242,13 +252,19 @@ def changed_fields_of(config: BaseModel) -> dict[str, Any]:
 
 
 def flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a config to dotted keys; a list entry is named by its `name`, or by its index if it has none."""
+    """Flatten a config to dotted keys; a mapping in a list is named by its `name`, or by its index.
+
+    >>> flatten({"a": [{"name": "x", "v": 1}, {"v": 2}], "b": [{"name": "x"}, {"name": "x"}], "c": [{"v": 1}, 2]})
+    {'a.x.name': 'x', 'a.x.v': 1, 'a.1.v': 2, 'b.0.name': 'x', 'b.1.name': 'x', 'c': [{'v': 1}, 2]}
+    """
     flat: dict[str, Any] = {}
     for key, value in fields.items():
         if isinstance(value, Mapping):
             flat |= flatten(value, f"{prefix}{key}.")
-        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
-            flat |= flatten({str(item.get("name", i)): item for i, item in enumerate(value)}, f"{prefix}{key}.")
+        elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            names = [str(item.get("name", i)) for i, item in enumerate(value)]
+            keys = names if len(set(names)) == len(names) else map(str, range(len(names)))
+            flat |= flatten(dict(zip(keys, value, strict=True)), f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat

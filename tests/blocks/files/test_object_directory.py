@@ -27,6 +27,7 @@ from waiting import wait_for
 from blocks import RunStorage
 from blocks.errors import LostRunError, StorageError
 from blocks.files import lease, objects
+from blocks.files.local_directory import LocalDirectory
 from blocks.files.lock_holder import LockHolder
 from blocks.files.object_directory import ObjectDirectory
 from blocks.servers.processes import free_port
@@ -435,6 +436,30 @@ def test_other_url_schemes_are_rejected(url: str) -> None:
         RunStorage(url=url).run_directory("run")
 
 
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [("team//x", "the path segment ''"), ("./x", "the path segment '.'"), ("a?versionId=3", "'\\?versionId='")],
+)
+def test_ambiguous_prefixes_are_rejected(path: str, part: str) -> None:
+    with pytest.raises(StorageError, match=f"^The run storage url 's3://bucket/.*' has {part}: remove it\\.$"):
+        RunStorage(url=f"s3://bucket/{path}").run_names()
+
+
+def test_a_folder_of_another_user_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system refuses to look into it, but not to root, as whom tests may run."""
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "no-run").mkdir()
+    is_file = Path.is_file
+
+    def refuse(path: Path) -> bool:
+        if path.parent.name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert RunStorage(url=str(tmp_path)).run_names() == ["closed"]
+
+
 def test_a_file_as_storage_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for url in (str(tmp_path / "file"), "/dev/null"):
@@ -459,6 +484,18 @@ def test_writer_and_run_names_are_reported(s3: S3Server, monkeypatch: pytest.Mon
     assert reader.writer() == ""
     storage.run_directory("no-run").write_bytes("sweep.json", b"{}")
     assert storage.run_names() == ["held"]
+
+
+def test_the_lock_of_a_copied_local_directory_is_free(s3: S3Server, tmp_path: Path) -> None:
+    with LocalDirectory(tmp_path) as local:
+        local.write_bytes("config.json", b"{}")
+        lock = (tmp_path / ".lock").read_bytes()
+    copied = storage_on(s3).run_directory("copied")
+    copied.write_bytes(".lock", lock)
+    assert copied.writer() == ""
+    with copied:
+        copied.write_bytes("config.json", b"{}")
+        assert copied.writer().startswith("process ")
 
 
 def test_conditional_writes_are_detected(s3: S3Server) -> None:

@@ -22,6 +22,7 @@ from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks import RunStorage
 from blocks.errors import ConfigError, ExplainedInterrupt, StorageError
+from blocks.files.local_directory import LocalDirectory
 from deployments.run_lookup import find_run, resume_config
 from flows.config.distill import OnPolicyConfig
 from flows.config.loader import validate_fields
@@ -101,6 +102,31 @@ def test_deleted_run_leaves_no_trace(
     assert contents(again.directory).keys() == contents(fresh.directory).keys()
     lines = (Path(again.directory) / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
+
+
+def test_an_interrupted_deletion_is_continued(
+    earlier: TrainResult, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that the deleted run skipped would otherwise be skipped in the new one."""
+    folder = Path(earlier.directory)
+    (folder / "guards.jsonl").write_text('{"step": 0, "kind": "spike", "policy": "skip"}\n')
+    remove, removed = LocalDirectory.remove, list[str]()
+
+    def remove_two(directory: LocalDirectory, name: str) -> None:
+        if len(removed) == 2:
+            raise StorageError("The disk is gone: mount it.")
+        removed.append(name)
+        remove(directory, name)
+
+    monkeypatch.setattr(LocalDirectory, "remove", remove_two)
+    with pytest.raises(StorageError, match="The disk is gone"):
+        train(fields, if_exists="delete")
+    monkeypatch.setattr(LocalDirectory, "remove", remove)
+    assert removed[0] == "checkpoints.jsonl"
+    assert {"config.json", "guards.jsonl"} <= contents(folder).keys()
+    again = train(fields, if_exists="delete")
+    assert again.resumed_from == 0
+    assert "guards.jsonl" not in contents(folder)
 
 
 def test_run_in_progress_is_never_deleted(earlier: TrainResult, fields: dict[str, Any], mlflow_uri: str) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.entities import Run
+from mlflow.exceptions import MlflowException
 from prefect.exceptions import Pause, TerminationSignal
 
 from blocks import MLflowTracking
-from blocks.errors import ServiceError
+from blocks.errors import ServiceError, StorageError
 from flows.monitoring.interrupts import RunCancelled
 from flows.runs.tracking.mlflow_run import open_mlflow_run
 from tasks.reports.summary import STOPPED_TAG
@@ -112,6 +114,40 @@ def test_a_known_run_is_preferred_unless_the_store_lacks_it(tracking: MLflowTrac
         assert log.run_id == known.run_id
     with open_mlflow_run(tracking, "known", "other", params={}, tags={}, run_id="0" * 32) as log:
         assert log.run_id != known.run_id
+
+
+def test_an_error_of_the_store_does_not_start_a_second_run(tracking: MLflowTracking, monkeypatch: pytest.MonkeyPatch):
+    with open_mlflow_run(tracking, "lost", "lost", params={}, tags={}) as log:
+        pass
+
+    def fail(_: MlflowClient, run_id: str) -> Run:
+        raise MlflowException(f"the database is locked while run {run_id} is read")  # INTERNAL_ERROR
+
+    monkeypatch.setattr(MlflowClient, "get_run", fail)
+    again = open_mlflow_run(tracking, "lost", "other", params={}, tags={}, run_id=log.run_id)
+    with pytest.raises(ServiceError, match="the database is locked"), again:
+        raise AssertionError("the run is not opened")
+
+
+def test_names_that_mlflow_rejects_are_escaped(tracking: MLflowTracking):
+    params, tags = {"rewards.pass@1.weight": 2}, {"acc (%)": "x"}
+    with open_mlflow_run(tracking, "names", "names", params=params, tags=tags) as log:
+        pass
+    data = MlflowClient(tracking.resolved_uri).get_run(log.run_id).data
+    assert data.params == {"rewards.pass-x40-1.weight": "2"}
+    assert data.tags["acc -x28--x25--x29-"] == "x"
+
+
+def test_a_full_disk_keeps_the_reason_of_the_failure(tracking: MLflowTracking, monkeypatch: pytest.MonkeyPatch):
+    """The metrics that wait to be written cannot be, but the tag can."""
+
+    def fail(_: MetricsLog) -> None:
+        raise StorageError("no space left")
+
+    with suppress(ValueError), open_mlflow_run(tracking, "full", "full", params={}, tags={}) as log:
+        monkeypatch.setattr(MetricsLog, "flush", fail)
+        raise ValueError("no data")
+    assert MlflowClient(tracking.resolved_uri).get_run(log.run_id).data.tags[STOPPED_TAG] == "no data"
 
 
 def test_a_deleted_run_is_not_resumed_until_it_is_restored(tracking: MLflowTracking):
