@@ -37,6 +37,7 @@ from tasks.rl.environments.reward_model import RewardModelGroupBuilder
 from tasks.training.batch_source import SampledTokens
 from tasks.training.checkpoints import resumable, step_of
 from tasks.training.token_meter import TokenMeter
+from tasks.training.tracking.metric_names import safe_name
 from tasks.training.tracking.metrics import metric_values
 
 # Settings and groups of settings that do not change the tokens of a step.
@@ -433,7 +434,7 @@ def earlier_runs(config: TrackedConfig, prices: PriceList, ignored: Sequence[str
     """
     tracking = tracking_of(config)
     client = tracking.get_client()
-    fields = {key: str(value)[:MAX_PARAM_LENGTH] for key, value in changed_fields_of(config).items()}
+    fields = {safe_name(key): str(value)[:MAX_PARAM_LENGTH] for key, value in changed_fields_of(config).items()}
     own_settings = _comparable(fields, ignored)
     with tracking.failures():
         name = prices.model.replace("'", "")
