@@ -165,7 +165,14 @@ def _explain(error: ValidationError, fields: Any, config_type: type[Config]) -> 
             parts += [] if is_tag else [str(part)]
     path = ".".join(parts)
     if first["type"] == "missing":
-        return f"{path!r} is missing"
+        missing = [
+            ".".join([*parts[:-1], str(entry["loc"][-1])])
+            for entry in errors
+            if entry["type"] == "missing" and entry["loc"][:-1] == first["loc"][:-1]
+        ]
+        *others, last = map(repr, missing)
+        names = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+        return f"{names} missing: set {'them' if others else 'it'} in the config file or as field=value"
     if first["type"] == "extra_forbidden":
         model = _model_of(config_type, first["loc"])
         known = model.model_fields if model else ()

@@ -14,9 +14,12 @@ import yaml
 from mlflow import MlflowClient
 from prefect import flow
 from prefect.client.orchestration import get_client
+from pydantic import BaseModel
 from sft_config import sft_fields
 
 from blocks.errors import ConfigError
+from flows.compare import CompareConfig
+from flows.config.loader import validate_fields
 from flows.config.train import SftConfig
 from flows.runs.cli import main, run
 from flows.sft import sft
@@ -138,6 +141,22 @@ def test_invalid_fields(error_of: FailingRun, changes: Fields, expected: str) ->
 def data(**params: object) -> Fields:
     common = {"renderer_name": "qwen3_instruct", "max_length": 256, "batch_size": 4}
     return {"builder": "examples.gsm8k:Gsm8kBuilder", "params": {"common_config": common, **params}}
+
+
+@pytest.mark.parametrize(
+    ("config_type", "fields", "message"),
+    [
+        (CompareConfig, {"checkpoint": "a"}, "'run_name', 'path' and 'renderer_name' are missing: set them in the"),
+        (
+            SftConfig,
+            {"run_name": "a", "model": "tiny"},
+            "'data' is missing: set it in the config file or as field=value",
+        ),
+    ],
+)
+def test_all_missing_fields_are_named(config_type: type[BaseModel], fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^The config is invalid: {message}"):
+        validate_fields(config_type, fields)
 
 
 def test_missing_data_file(error_of: FailingRun) -> None:
