@@ -140,16 +140,16 @@ class HeldOutNLL(TrainingClientEvaluator):
 
     def _metrics(self, logprobs_D: list[tinker.TensorData]) -> GradedMetrics:
         weights_D = [datum.loss_fn_inputs["weights"] for datum in self._datums]
-        means: dict[str, float] = {}
-        if not weights_cancel(torch.cat([weights.to_torch().flatten() for weights in weights_D])):
-            # Flat, because with K targets per position both have the shape (T, K).
-            pairs = [(_flat(logprobs), _flat(weights)) for logprobs, weights in zip(logprobs_D, weights_D, strict=True)]
-            means["test/nll"] = compute_mean_nll(*map(list, zip(*pairs, strict=True)))
+        has_mean = not weights_cancel(torch.cat([weights.to_torch().flatten() for weights in weights_D]))
         totals = self._totals(logprobs_D, weights_D)
-        if "test/nll" not in self.scored_metrics:
+        if not has_mean or "test/nll" not in self.scored_metrics:
             del totals["test/nll"]
         totals = {name: (sums_D, sizes_D) for name, (sums_D, sizes_D) in totals.items() if sum(sizes_D) > 0}
-        means = {name: sum(sums_D) / sum(sizes_D) for name, (sums_D, sizes_D) in totals.items()} | means
+        means = {name: sum(sums_D) / sum(sizes_D) for name, (sums_D, sizes_D) in totals.items()}
+        if has_mean:
+            # Flat, because with K targets per position both have the shape (T, K).
+            flat_D = [_flat(logprobs) for logprobs in logprobs_D], [_flat(weights) for weights in weights_D]
+            means["test/nll"] = compute_mean_nll(*flat_D)
         if wrong := [name for name, mean in means.items() if not math.isfinite(mean)]:
             raise PoisonedError(
                 f"The held-out data has the {wrong[0]} {means[wrong[0]]}: check its rows and the weights of the model."
