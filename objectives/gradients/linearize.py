@@ -153,9 +153,9 @@ def join_metrics(parts: Sequence[Linearized]) -> dict[str, float]:
     """Compute the metrics of an update from its minibatches.
 
     Values are means over the update, or sums for terms with the reduction `sum`. Norms, shares and cosines refer to its
-    whole gradient. The gradients of the
-    minibatches belong to different tokens, so their scalar products add up. A term's own metrics are weighted as its
-    value is, by the minibatches' tokens or sequences; metrics whose name ends in ``_max`` are maxima.
+    whole gradient. The gradients of the minibatches belong to different tokens, so their scalar products add up. A
+    term's own metrics are weighted as its value is, by the minibatches' tokens or sequences; metrics whose name ends in
+    ``_max`` are maxima.
 
     >>> half = Evaluation("base", 2.0, torch.tensor([-1.0, -1.0]))
     >>> parts = [linearize(half, [], scale=Scale(1.0, 2.0, 2.0, 1.0)) for _ in range(2)]
