@@ -17,6 +17,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from sft_config import sft_fields
+from waiting import wait_for
 
 from flows.runs.blocks import limit_name, service_slot
 
@@ -98,7 +99,13 @@ def test_two_runs_share_a_service_with_one_slot(tmp_path: Path, prefect_server: 
         runs.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.DEVNULL))
     assert [run.wait(400) for run in runs] == [0, 0]
     query = {"filter": {"event": {"prefix": ["prefect.concurrency-limit."]}, "order": "ASC"}, "limit": 50}
-    events = httpx.post(f"{prefect_server}/events/filter", json=query, timeout=30).json()["events"]
-    own = [event for event in events if limit_name(engine_url) in json.dumps(event["resource"])]
-    kinds = [event["event"].rpartition(".")[2] for event in own]
-    assert [kind for kind in kinds if kind != "created"] == ["acquired", "released", "acquired", "released"]
+
+    def events_of_slots() -> list[str]:
+        events = httpx.post(f"{prefect_server}/events/filter", json=query, timeout=30).json()["events"]
+        own = [event for event in events if limit_name(engine_url) in json.dumps(event["resource"])]
+        kinds = [event["event"].rpartition(".")[2] for event in own]
+        return [kind for kind in kinds if kind != "created"]
+
+    # The server records events in batches.
+    wait_for(lambda: len(events_of_slots()) >= 4, "the events of both runs", 30)
+    assert events_of_slots() == ["acquired", "released", "acquired", "released"]

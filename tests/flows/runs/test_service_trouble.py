@@ -278,7 +278,8 @@ def test_local_engine_killed_during_a_run(tmp_path: Path, mlflow_uri: str, monke
     killer.join()
     assert result.resumed_from > 0
     client = MlflowClient(mlflow_uri)
-    assert "The local engine ended" in client.get_run(result.mlflow_run_id).data.tags["tinker_flows.restart.1"]
+    tags = client.get_run(result.mlflow_run_id).data.tags
+    assert "The local engine exited during the run" in tags["tinker_flows.restart.1"]
     steps = [point.step for point in client.get_metric_history(result.mlflow_run_id, "loss/total")]
     assert sorted(steps) == list(range(20))
 

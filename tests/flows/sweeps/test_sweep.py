@@ -276,7 +276,8 @@ def test_trials_on_a_deployment(
             tmp_path, "sent", mlflow_uri, "local", deployment="sft/trials", concurrency=1, seeds=[0]
         )
         config_fields["space"] = {RATE: [1e-2, 1e-7]}
-        config_fields["base"] |= {"num_steps": 40}
+        config_fields["base"] |= {"num_steps": 150}
+        config_fields["prune"] = {"rule": "median", "min_trials": 1}
         result = sweep(SweepConfig.model_validate(config_fields))
     finally:
         serving.terminate()
