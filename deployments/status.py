@@ -34,6 +34,7 @@ TEACHER_METRICS = ("test/teacher_kl", "teacher_kl")
 STATES = {"FAILED": "failed", "KILLED": "stopped", "RUNNING": "killed", "FINISHED": "stopped"}
 
 _NOTHING_LOGGED = "It ended before its MLflow run was created; its terminal and its Prefect flow run have the error."
+_UNUSABLE = ("damaged", "unreadable")  # states of runs whose files cannot be used
 _WRAPPED = ("metric", "written by")  # columns of the table whose cells may take several lines
 
 
@@ -43,7 +44,7 @@ class RunStatus:
 
     Attributes:
         state: running, finished, stopped, failed, killed (ended without reporting), unknown (MLflow unreachable), or
-            damaged (its config.json is invalid).
+            damaged (its config.json is invalid), unreadable (its files cannot be read).
         why: recorded reason for the end of the run, the MLflow error, or what is damaged; may be empty.
         step: number of steps that are logged to MLflow or contained in the newest checkpoint, whichever is more.
         num_steps: total steps of the run; None if unknown.
@@ -121,12 +122,13 @@ def status_of(run: StoredRun) -> RunStatus:
 
 
 def _status_or_damage(run_name: str, storage: str) -> RunStatus:
-    """Return the status of a run, so that the list shows the other runs too if the files of one are invalid."""
+    """Return the status of a run, so that the list shows the other runs too if one is invalid or unreadable."""
     try:
         return status_of(find_run(run_name, storage))
     except (ConfigError, StorageError) as error:
         directory = storage_at(storage).run_directory(run_name).location
-        return RunStatus(run_name, model="", state="damaged", why=str(error), directory=directory)
+        state = "unreadable" if isinstance(error, StorageError) else "damaged"
+        return RunStatus(run_name, model="", state=state, why=str(error), directory=directory)
 
 
 def _warnings(client: MlflowClient, mlflow_run: MlflowRun) -> tuple[str, ...]:
@@ -148,7 +150,7 @@ def show_runs(storage: str, as_json: bool) -> None:
         console.print(f"No runs in {storage_at(storage).run_directory('RUN').location.removesuffix('/RUN')}.")
         return
     console.print(_table(runs, console.width))
-    for message in dict.fromkeys(run.why for run in runs if run.state in ("unknown", "damaged")):
+    for message in dict.fromkeys(run.why for run in runs if run.state in ("unknown", *_UNUSABLE)):
         console.print(message)
 
 
@@ -290,7 +292,7 @@ def _newest_step(client: MlflowClient, mlflow_run: MlflowRun, metric: str) -> in
 
 
 def _steps(run: RunStatus) -> str:
-    if run.state == "damaged":
+    if run.state in _UNUSABLE:
         return ""
     return f"{run.step} of {run.num_steps}" if run.num_steps is not None else str(run.step)
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-# Folders whose code is not the user's: the standard library, and the callers of terms.
+# Folders whose code is not the user's: the standard library, and the callers of terms and of environments.
 _ROOT = Path(__file__).parents[1]
 _LIBRARIES = tuple(
     f"{folder}{os.sep}"
     for folder in (
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")),
-        *(_ROOT / name for name in ("objectives", "tasks", "flows")),
+        *(_ROOT / name for name in ("objectives", "blocks", "tasks", "flows")),
     )
 )
 

@@ -67,8 +67,9 @@ def status(
     """List runs with state, steps, last checkpoint, metric, MLflow run and writing process.
 
     States: running; finished; stopped (Ctrl-C, cancelled or budget spent); failed (with a reason); killed (by kill -9
-    or a machine failure); unknown (MLflow is unreachable); damaged (a file of the run is invalid). `tinker-flows resume
-    RUN` continues a run in every state but running, finished and damaged.
+    or a machine failure); unknown (MLflow is unreachable); damaged (a file of the run is invalid); unreadable (its
+    files cannot be read). `tinker-flows resume RUN` continues a run in every state but running, finished, damaged and
+    unreadable.
     """
     from deployments.status import show_run, show_runs
 

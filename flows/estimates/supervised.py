@@ -181,7 +181,8 @@ def _estimate(
     candidates += _held_out_candidate_tokens(config, objective, source, evaluations)
     examples = _example_tokens(config, source, schedule) if evaluations else SampledTokens()
     answers = data.evaluators.at_most(schedule.num_often, schedule.num_rarely)
-    pace, num_pauses = _pace(config), len(schedule.evaluations())
+    has_evaluators = has_held_out or bool(config.evaluators or config.infrequent_evaluators)
+    pace, num_pauses = _pace(config), len(schedule.evaluations()) if has_evaluators else 0
     excluded = tuple(data.evaluators.others)
     if pace and pace.omits(num_pauses):
         excluded = (*excluded, f"the time of evaluations, of which run {pace.run_name} had none")

@@ -111,7 +111,9 @@ class Evaluation:
             return result.metrics
         terms = self._measure_held_out(step) if often else HeldOutTerms()
         append_batch_values(self._run.directory, step, terms.by_batch, result.scores)
-        metrics = result.metrics | terms.metrics | {"time/evaluation": perf_counter() - began}
+        metrics = result.metrics | terms.metrics
+        if self.has_evaluators:
+            metrics["time/evaluation"] = perf_counter() - began
         if self._examples_s:
             metrics["time/examples"], self._examples_s = self._examples_s, 0.0
         if not result.skipped and often and (rarely or not self._schedule.evaluates_rarely):

@@ -270,7 +270,7 @@ def plan_lines(
     if pace:
         run = "its own pace" if pace.run_name == config.run_name else f"the pace of {pace.run_name}"
         hours = format_hours(pace.hours(tokens.in_batches, tokens.num_evaluations))
-        omitted = ", without evaluations" if pace.omits(tokens.num_evaluations) else ""
+        omitted = ", without evaluations" if evaluates and pace.omits(tokens.num_evaluations) else ""
         duration = f"about {hours} at {run}{omitted}"
     return [
         f"{method} of {config.model}{on_data}, {num_steps}, learning rate {config.learning_rate:g}",

@@ -105,7 +105,7 @@ class BaseLossSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = Field(title="Name", description="Name of the loss, such as `ppo`.")
-    params: dict[str, Annotated[float | object, Field(union_mode="left_to_right")]] = Field(
+    params: dict[str, object] = Field(
         default_factory=dict,
         title="Parameters",
         description="Parameters of the loss, as in the SDK's `loss_fn_config`, or of the term.",

@@ -37,4 +37,4 @@ def weights_cancel(weights_DT: Tensor) -> bool:
     (True, False)
     """
     weights_DT = weights_DT.double()
-    return float(weights_DT.sum().abs()) <= 1e-6 * float(weights_DT.abs().sum())
+    return float(weights_DT.sum().abs()) < 1e-6 * float(weights_DT.abs().sum())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -141,6 +142,9 @@ class BuiltInLoss:
             if name not in self.defaults:
                 known = f"its parameters are {', '.join(self.defaults)}" if self.defaults else "it has no parameters"
                 raise ObjectiveError(f"The loss {self.name!r} has no parameter {name!r}; {known}.")
+            if isinstance(value, str):  # YAML reads 1e-1 as text
+                with suppress(ValueError):
+                    value = float(value)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise ObjectiveError(
                     f"The parameter {name!r} of the loss {self.name!r} is {value!r}; set it to a finite number of "

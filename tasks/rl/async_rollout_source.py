@@ -22,7 +22,7 @@ from tasks.rl.group_batches import split
 from tasks.rl.mismatch import STALENESS
 from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource
 from tasks.rl.rollouts.group_rollout import Group
-from tasks.rl.trajectories import GROUP_INDEX, count_tokens
+from tasks.rl.trajectories import GROUP_INDEX, count_tokens, first_error
 from tasks.training.batch_source import SampledTokens, TrainedBatch
 
 
@@ -253,8 +253,7 @@ class AsyncRolloutSource(RolloutSource):
         """
         self._failed.append(group)
         if len(self._failed) > 2 * self._size and not self._completed and not self._discarded:
-            message = next((str(error.error_message) for error in group.errors), "no error message")
             self._error = ConfigError(
-                f"{len(self._failed)} groups failed since the last step ({' '.join(message.split())[:300]}): check the "
+                f"{len(self._failed)} groups failed since the last step ({first_error([group])}): check the "
                 "environment, or raise rollout.max_retries or rollout.timeout_s."
             )

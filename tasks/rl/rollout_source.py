@@ -65,6 +65,7 @@ from tasks.rl.trajectories import (
     compute_policy_metrics,
     compute_post_kl,
     count_tokens,
+    first_error,
     has_several_turns,
     pack_groups,
     rollouts_of,
@@ -444,12 +445,10 @@ class RolloutSource(BatchSource):
         failed = [group for group in groups if group.trajectories is None and group.errors]
         if failed and not self._has_warned_of_failure:
             self._has_warned_of_failure = True
-            error = failed[0].errors[0]
-            reason = " ".join(f"{error.error_type}: {error.error_message}".split())[:300]
             self._warnings["rollout.failed"] = (
-                f"A group of step {step} failed in all attempts and is not trained on ({reason}): check the "
-                "environment, or accept smaller groups by rollout.min_successful. The metrics rollout_errors/... count "
-                "all failures."
+                f"A group of step {step} failed in all attempts and is not trained on ({first_error(failed)}): check "
+                "the environment, or accept smaller groups by rollout.min_successful. The metrics rollout_errors/... "
+                "count all failures."
             )
 
     def _cancelled_metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:

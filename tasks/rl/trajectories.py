@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -38,6 +38,7 @@ from tasks.training.tracking.metric_names import safe_name
 
 # Label of a datum: index of its group among all groups of the minibatch, dropped ones included.
 GROUP_INDEX = "played"
+_MAX_ERROR = 300  # characters of an error in a message
 
 
 def pack_groups(
@@ -64,12 +65,9 @@ def pack_groups(
     """
     numbers = [number for number, group in enumerate(groups) if group.trajectories is not None]
     if not numbers:
-        error = next((error for group in groups for error in group.errors), None)
-        message = f"{error.error_type}: {error.error_message}" if error else "without an error"
         raise ConfigError(
-            f"All {len(groups)} groups of a step or of one of its minibatches failed "
-            f"({' '.join(message.split())[:300]}): check the environment, raise rollout.max_retries or "
-            "rollout.timeout_s, or use fewer minibatches and substeps."
+            f"All {len(groups)} groups of a step or of one of its minibatches failed ({first_error(groups)}): check "
+            "the environment, raise rollout.max_retries or rollout.timeout_s, or use fewer minibatches and substeps."
         )
     if settings.drop_constant:
         numbers = [number for number in numbers if not _is_constant(groups[number], mix, settings)] or numbers[:1]
@@ -176,6 +174,14 @@ def rollouts_of(groups: Sequence[Group]) -> Iterator[tuple[Trajectory, Metrics]]
     for group in groups:
         if group.trajectories is not None:
             yield from zip(group.trajectories.trajectories_G, group.trajectories.metrics_G, strict=True)
+
+
+def first_error(groups: Iterable[Group]) -> str:
+    """Describe the first error of groups in one line; a long one keeps its end, which has the place in the code."""
+    errors = (error for group in groups for error in group.errors)
+    text = next((f"{error.error_type}: {error.error_message}" for error in errors), "without an error")
+    line = " ".join(text.split())
+    return line if len(line) <= _MAX_ERROR else f"{line[: _MAX_ERROR // 2]} ... {line[-_MAX_ERROR // 2 :]}"
 
 
 def count_tokens(groups: Sequence[Group]) -> SampledTokens:

@@ -166,7 +166,7 @@ async def _compute_top_k(request: TeacherRequest, top_k: int) -> TopK:
 
 
 def _pad(row: list[tuple[int, float]], top_k: int) -> list[tuple[int, float]]:
-    """Cut a row to K tokens, or pad it with other tokens, of probability 0.
+    """Cut a row to K tokens, or pad it with other tokens, of probability 0; a vocabulary has at least K tokens.
 
     >>> _pad([(7, -0.1), (0, -2.4)], 4)
     [(7, -0.1), (0, -2.4), (1, -inf), (2, -inf)]

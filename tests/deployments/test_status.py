@@ -145,5 +145,5 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
     listed = {run["run_name"]: run for run in status(capsys)}
-    assert listed["closed"]["state"] == listed["open"]["state"] == "damaged"
+    assert (listed["closed"]["state"], listed["open"]["state"]) == ("unreadable", "damaged")
     assert "Permission denied" in listed["closed"]["why"]

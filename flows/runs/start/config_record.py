@@ -72,7 +72,7 @@ MAY_CHANGE = {
 
 # Prefixes of the files that belong to the steps of a run. A run that starts over with other settings removes them;
 # otherwise it would use samples of other prompts and skip steps of other data.
-_OF_STEPS = ("candidates-", "guards.", "oversampled.", "held_out_terms.", "examples.", "transcripts-")
+OF_STEPS = ("candidates-", "guards.", "oversampled.", "held_out_terms.", "examples.", "transcripts-")
 
 # Fields of `MAY_CHANGE` that say where a run is or how it starts. Only changes of the other fields are announced.
 _NO_EFFECT = {"base_url", "tracking", "experiment", "mlflow_tags", "storage", "resume", "if_exists", "accept_changes"}
@@ -171,7 +171,7 @@ def trains_otherwise(directory: RunDirectory, config: RunConfig, ignored: Collec
 
 
 def _remove_files_of_steps(directory: RunDirectory, config: RunConfig) -> None:
-    names = [name for name in directory.names() if name.startswith(_OF_STEPS)]
+    names = [name for name in directory.names() if name.startswith(OF_STEPS)]
     for name in names:
         directory.remove(name)
     if names:

@@ -17,7 +17,7 @@ from blocks.terminal import print_notice
 from flows.config.base import RunConfig
 from flows.config.loader import field_values
 from flows.runs.blocks import storage_of, tracking_at
-from flows.runs.start.config_record import RecordedConfig
+from flows.runs.start.config_record import OF_STEPS, RecordedConfig
 from flows.runs.start.fork import starts_of
 from flows.runs.tracking.mlflow_run import find_recorded_run
 from tasks.training.checkpoints import read_records, step_of
@@ -72,9 +72,12 @@ def _delete(config: RunConfig, directory: RunDirectory) -> None:
         steps = _steps_of_checkpoints(directory)
         weights_left = f" The weights of its checkpoints at the steps {steps} stay on the service." if steps else ""
         mlflow = _delete_mlflow_run(config, directory)
-        # The records of checkpoints come first: a run whose deletion was interrupted must not resume. The config comes
-        # last: with it, the next start finds the other files and deletes them.
-        names = sorted(directory.names(), key=lambda name: (name == CONFIG, name != CHECKPOINTS_BASE_NAME, name))
+        # Checkpoints and files of steps come first: after an interruption, the next start must not continue from them.
+        # The config comes last: with it, the next deletion finds the other files.
+        order = {CHECKPOINTS_BASE_NAME: 0, CONFIG: 3}
+        names = sorted(
+            directory.names(), key=lambda name: (order.get(name, 1 if name.startswith(OF_STEPS) else 2), name)
+        )
         for name in names:
             directory.remove(name)
     text = (

@@ -252,7 +252,9 @@ def changed_fields_of(config: BaseModel) -> dict[str, Any]:
 
 
 def flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a config to dotted keys; a mapping in a list is named by its `name`, or by its index.
+    """Flatten a config to dotted keys; a mapping in a list is named by its `name`, or by its index if it has none.
+
+    If two names are equal, all mappings of the list are named by their index.
 
     >>> flatten({"a": [{"name": "x", "v": 1}, {"v": 2}], "b": [{"name": "x"}, {"name": "x"}], "c": [{"v": 1}, 2]})
     {'a.x.name': 'x', 'a.x.v': 1, 'a.1.v': 2, 'b.0.name': 'x', 'b.1.name': 'x', 'c': [{'v': 1}, 2]}

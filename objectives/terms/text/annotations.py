@@ -27,10 +27,11 @@ _UNKNOWNS = frozenset("xyz")
 _DIGITS = frozenset(string.digits)
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 _ANNOTATION = re.compile(r"<<([^<>]*)>>")
-_ANSWER = re.compile(r"####\s*([^\n]*)")
+_ANSWER = re.compile(r"####\s*([^\n#]*)")
 # A number, fraction or percentage that does not start a range or further arithmetic.
 _STATED = re.compile(
-    r"([-+\u2212\u2013\u2014$€£\s]*(?>[0-9.,]*[0-9])(?:\s*/\s*(?>[0-9]+)|\s*%)?)(?!\s*[-+*/^\u2212\u2013\u2014]\s*[0-9])"
+    r"([-+\u2212\u2013\u2014$€£\s]*(?>[0-9.,]*[0-9])(?:\s*/\s*(?>[0-9.,]*[0-9])|\s*%)?+)"
+    r"(?!\s*[-+*/^\u2212\u2013\u2014]+\s*[$€£]*\s*[0-9])"
 )
 _PLAIN_NUMBER = re.compile(r"[-+\u2212\u2013\u2014$€£\s]*[0-9,]*(?:\.([0-9]*))?\s*(%?)[$€£\s]*")
 _NUMBER = r"[0-9]+\.?[0-9]*|\.[0-9]+"

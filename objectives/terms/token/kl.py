@@ -148,8 +148,11 @@ def _weighted_estimate(log_ratio_DT: Tensor, distance_DT: Tensor, estimator: KlE
         return log_ratio_DT.exp() * distance_DT
     near_DT = log_ratio_DT.exp() * _estimate(distance_DT.clamp(min=_FAR), "k3", "reverse")
     # Far from the reference, exp(-d) can overflow where the ratio is almost 0, although their product is finite.
+    is_far_DT = distance_DT < _FAR
+    log_ratio_DT = torch.where(is_far_DT, log_ratio_DT, 0.0)  # so that an unused overflow has no gradient
+    distance_DT = torch.where(is_far_DT, distance_DT, 0.0)
     far_DT = (log_ratio_DT - distance_DT).exp() - log_ratio_DT.exp() * (1 - distance_DT)
-    return torch.where(distance_DT < _FAR, far_DT, near_DT)
+    return torch.where(is_far_DT, far_DT, near_DT)
 
 
 def _metrics(distance_DT: Tensor, batch: Batch) -> dict[str, Tensor]:

@@ -430,4 +430,4 @@ class RolloutThreads:
 
 def _rollout_error(error: BaseException) -> RolloutError:
     text = f"it called {exit_call(error)}" if isinstance(error, SystemExit) else str(error)
-    return RolloutError(type(error).__name__, f"{text}{place_in_user_code(error)}")
+    return RolloutError(type(error).__name__, f"{text}{place_in_user_code(error)}".strip())

@@ -198,6 +198,11 @@ def test_annotations_beyond_the_limit_are_counted_as_unparsable():
         ("#### 12-2", None),
         ("#### 10 - 12 hours", None),
         ("#### 1/2/3", None),
+        ("#### 1,000/3,000", "1/3"),
+        ("#### 20%-30%", None),
+        ("#### $5-$10", None),
+        ("#### 5--6", None),
+        ("#### 5 #### 6", 6),
         ("72", None),
     ],
 )

@@ -128,7 +128,7 @@ def test_a_spec_selects_a_preference_and_validates_its_parameters():
     base = Objective.from_spec(spec).base
     assert base is not None
     assert base.params == {"beta": 2.0, "gamma": 0.0}
-    with pytest.raises(ObjectiveError, match=r"'beta' is 0.0, but input should be greater than 0"):
+    with pytest.raises(ObjectiveError, match=r"'beta' is 0, but input should be greater than 0"):
         Objective({"name": "dpo", "params": {"beta": 0}})
     with pytest.raises(ObjectiveError, match=r"Term 'base' needs ref_logprobs, .* use another base loss"):
         Objective("dpo").check_needs(())

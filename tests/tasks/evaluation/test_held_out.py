@@ -19,6 +19,7 @@ from tinker_cookbook.supervised.nll_evaluator import SamplerNLLEvaluator
 from tinker_cookbook.supervised.types import SupervisedDataset
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
+from blocks.errors import PoisonedError
 from tasks.evaluation.evaluators import HeldOutNLL, _input_with_last_target, _Text
 from tasks.evaluation.intervals import sign_flip_p_value
 from tasks.reports.tables import Estimate
@@ -141,6 +142,8 @@ def test_weights_that_cancel_have_no_mean(engine_url: str) -> None:
     measured, alone = asyncio.run(held_out(client)), measure(client, [datum])
     assert "test/nll" not in measured
     assert measured["test/nll_per_token"] == pytest.approx(alone["test/nll_per_token"], rel=1e-5)
+    with pytest.raises(PoisonedError, match="check its rows and the weights"):
+        measure(client, [weighted(datum, 0.0)])
     negative = measure(client, [weighted(other, -1.0)])
     assert negative == pytest.approx({"test/nll": measure(client, [other])["test/nll"]}, rel=1e-5)
 
