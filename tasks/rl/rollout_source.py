@@ -23,6 +23,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 from torch import Tensor
 
 from blocks.errors import ConfigError
+from blocks.terminal import print_notice
 from blocks.tinker_internals import BackcompatSamplingClientFuture
 from objectives.batch import Batch, unpack
 from objectives.labels import MEMBER
@@ -668,6 +669,11 @@ class HeldOutEnvironments(HeldOutGroups):
         policy = self._settings.policy(sampling_client, merges=not self._has_several_turns)
         metrics = await self._evaluator.eval_token_completer(policy)
         groups = [group for builder in self._groups if (group := builder.take_group())]
+        if failed := [builder for builder in self._groups if builder.cleanup_errors]:
+            error = failed[0].cleanup_errors[0]
+            print_notice(
+                f"warning: cleanup of {len(failed)} held-out groups failed ({error.error_type}: {error.error_message})."
+            )
         self._has_several_turns = has_several_turns(groups)
         batches = [groups[start : start + self._batch_size] for start in range(0, len(groups), self._batch_size)]
         self.evaluated = [self._pack(batch) for batch in batches]

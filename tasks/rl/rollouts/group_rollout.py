@@ -19,7 +19,7 @@ from tinker_cookbook.rl.rollout_strategy import RolloutResult, RolloutStrategy
 from tinker_cookbook.rl.rollouts import do_group_rollout, do_single_rollout
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Metrics, RolloutError, Trajectory, TrajectoryGroup
 
-from blocks.errors import TinkerFlowsError, UserCodeError
+from blocks.errors import ConfigError, TinkerFlowsError, UserCodeError
 from objectives.errors import exit_call, place_in_user_code
 from tasks.common.task import call, opaque_argument, retried_task
 from tasks.preference.judges import record_verdicts
@@ -77,16 +77,21 @@ class RewardedGroup(EnvGroupBuilder):
         builder: builder of the group.
         number: index among the held-out groups; 0 for a group of a step.
         text_labels_G: text labels of each trajectory's environment, once the rewards are computed.
+        cleanup_errors: errors of `cleanup`, which do not fail a group that has its rewards.
     """
 
     builder: EnvGroupBuilder
     number: int = 0
     text_labels_G: tuple[Mapping[str, str], ...] = field(default=(), init=False)
+    cleanup_errors: list[RolloutError] = field(default_factory=list, init=False)
     _trajectories: Sequence[Trajectory] = field(default=(), init=False)
     _rewards: list[tuple[float, Metrics]] = field(default_factory=list, init=False)
 
     async def make_envs(self) -> Sequence[Env]:
-        return await self.builder.make_envs()
+        envs = await self.builder.make_envs()
+        if not envs:
+            raise ValueError("make_envs returned no environments")
+        return envs
 
     async def reward(
         self, result: RolloutResult, policy: TokenCompleter, strategy: RetryWholeGroup
@@ -145,10 +150,27 @@ class RewardedGroup(EnvGroupBuilder):
         return Group(tags=(), trajectories=group, errors=(), text_labels_G=self.text_labels_G)
 
     async def cleanup(self) -> None:
-        await self.builder.cleanup()
+        try:
+            await self.builder.cleanup()
+        except TinkerFlowsError:
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party environments
+            self.cleanup_errors.append(_rollout_error(error))
 
     def logging_tags(self) -> list[str]:
-        return self.builder.logging_tags()
+        """Return the tags of the builder.
+
+        Raises:
+            ConfigError: the builder raised an error.
+        """
+        try:
+            return list(self.builder.logging_tags())
+        except (Exception, SystemExit) as error:
+            reason = _rollout_error(error)
+            raise ConfigError(
+                f"logging_tags of {type(self.builder).__name__} failed ({reason.error_type}: {reason.error_message}): "
+                "fix it."
+            ) from error
 
 
 def _to_numbers(member: int, reward: SupportsFloat, metrics: Mapping[str, object]) -> tuple[float, Metrics]:
@@ -358,10 +380,10 @@ def rollout(
 
     Raises:
         ServiceError: the service failed to sample.
-        ConfigError: a hook or a completer of the user returned an invalid value.
+        ConfigError: a hook or a completer of the user returned an invalid value, or the builder has no tags.
     """
-    tags = tuple(builder.logging_tags())
     group, began = RewardedGroup(builder), perf_counter()
+    tags = tuple(group.logging_tags())
     trajectories, errors = None, tuple[RolloutError, ...]()
     try:
         trajectories = policy.progress.run(do_group_rollout(group, policy, strategy))
@@ -374,6 +396,7 @@ def rollout(
         errors = error.errors
     except Exception as error:  # noqa: BLE001 - third-party environments
         errors = (_rollout_error(error),)
+    errors = (*errors, *group.cleanup_errors)
     duration_s = perf_counter() - began
     return Group(tags, trajectories, errors, group.text_labels_G, duration_s, policy.progress.counts.sampled)
 

@@ -154,7 +154,8 @@ class MetricsLog:
     def link(self, step: int, model_id: str) -> None:
         """Link the points of a step to a logged model, now or when they are logged.
 
-        This logs the points again. Because they have their original timestamps, the run gets no further points.
+        This logs the points again, except those that the model has. Because they have their original timestamps, the
+        run gets no further points.
 
         Raises:
             MlflowException, ServiceError: MLflow did not store them.
@@ -168,7 +169,10 @@ class MetricsLog:
                 return
         self.check_writer()
         self.flush()  # the points themselves come first
-        linked = [Metric(point.key, point.value, point.timestamp, step, model_id) for point in points or self._at(step)]
+        # MLflow rejects more than 100 points at once if the model has one of them already.
+        stored = {(point.key, point.timestamp) for point in self.client.get_logged_model(model_id).metrics or ()}
+        points = [point for point in points or self._at(step) if (point.key, point.timestamp) not in stored]
+        linked = [Metric(point.key, point.value, point.timestamp, step, model_id) for point in points]
         for start in range(0, len(linked), _MAX_POINTS):
             self.client.log_batch(self.run_id, metrics=linked[start : start + _MAX_POINTS])
 

@@ -226,6 +226,25 @@ def test_sys_exit_of_an_environment_or_its_rewards_is_a_failure_of_its_group(sam
     assert len(tokens_of(group)) == 3
 
 
+def test_errors_of_the_builder_itself(sampler: tinker.SamplingClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed cleanup keeps the rewarded group, no environments fail it, and tags that fail end the run."""
+
+    async def fail(_: Guesses) -> None:
+        raise OSError("the sandbox is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Guesses, "cleanup", fail)
+        group = roll_out(sampler, Guesses([["ends"] * 3]))
+    assert len(tokens_of(group)) == 3
+    assert [error.error_type for error in group.errors] == ["OSError"]
+    group = roll_out(sampler, Guesses([[]]), max_retries=1)
+    assert group.trajectories is None
+    assert [error.error_message for error in group.errors] == ["make_envs returned no environments"] * 2
+    monkeypatch.setattr(Guesses, "logging_tags", lambda _: {}["tag"])
+    with pytest.raises(ConfigError, match=r"logging_tags of Guesses failed \(KeyError: 'tag' \(test_group_rollout.py"):
+        roll_out(sampler, Guesses([["ends"] * 3]))
+
+
 def test_a_reward_that_is_not_finite_is_a_failure_of_its_group(sampler: tinker.SamplingClient) -> None:
     group = roll_out(sampler, Guesses([["ends"] * 3], rewards=(1.0, math.nan, 0.0)), max_retries=0)
     assert group.trajectories is None

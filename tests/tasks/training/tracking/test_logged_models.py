@@ -73,6 +73,20 @@ def test_resumed_run_links_what_an_earlier_process_has_not(client: MlflowClient,
     assert linked(client, next_id) == {"loss": 6.0}
 
 
+def test_many_metrics_are_linked_again_after_a_kill(client: MlflowClient, run_id: str) -> None:
+    """MLflow's own check for repeated points covers 100 of them."""
+    metrics = {f"metric_{number:03}": float(number) for number in range(250)}
+    killed = MetricsLog(client, run_id)
+    killed.log(4, metrics)
+    killed.flush()
+    model_id = log_model(killed, "checkpoint-000004", 4, {})
+    link_metrics(killed, 4, model_id)
+    resumed = MetricsLog(client, run_id)
+    link_metrics(resumed, 4, model_id)
+    assert linked(client, model_id) == metrics
+    assert num_points(client, run_id, "metric_000") == 1
+
+
 @pytest.mark.parametrize("starts_over", [True, False])
 @pytest.mark.parametrize("links_first", [True, False])
 def test_a_repeated_step_links_one_value_of_each_metric(
