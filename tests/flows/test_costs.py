@@ -355,6 +355,7 @@ def test_costs_of_given_data(tmp_path: Path, engine_url: str, mlflow_uri: str) -
 def test_costs_of_supervised_evaluators(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
     """Answers of one token each are exactly as many as the estimate bounds."""
     fields = sft_fields(tmp_path, "evaluated", mlflow_uri, engine_url) | {"objective": {}, "num_steps": 5}
+    fields["experiment"] = "supervised-evaluators"  # without earlier runs, whose pace the estimate would use
     fields |= {"eval_every": 2, "infrequent_eval_every": 4, "report": {"num_examples": 0}}
     fields |= {"evaluators": [exact_match(1), {"builder": f"{__name__}:OfUnknownCost"}]}
     fields |= {"infrequent_evaluators": [exact_match(1, "rare_match")], "budget": {"prices": price_table(tmp_path)}}
