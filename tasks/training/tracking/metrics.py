@@ -169,8 +169,9 @@ class MetricsLog:
                 return
         self.check_writer()
         self.flush()  # the points themselves come first
-        # MLflow rejects more than 100 points at once if the model has one of them already.
-        stored = {(point.key, point.timestamp) for point in self.client.get_logged_model(model_id).metrics or ()}
+        # MLflow rejects more than 100 points at once if an earlier process linked one of them.
+        before = self.client.get_logged_model(model_id).metrics if may_repeat else ()
+        stored = {(point.key, point.timestamp) for point in before or ()}
         points = [point for point in points or self._at(step) if (point.key, point.timestamp) not in stored]
         linked = [Metric(point.key, point.value, point.timestamp, step, model_id) for point in points]
         for start in range(0, len(linked), _MAX_POINTS):
