@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from closed_folder import close_folder
 from forked_program import start_program
 from sft_config import sft_fields
 
@@ -136,14 +137,7 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(
     for name in ("closed", "open"):
         (runs / name).mkdir(parents=True)
         (runs / name / "config.json").write_text("damaged")
-    read = Path.read_bytes
-
-    def refuse(path: Path) -> bytes:
-        if path.parent.name == "closed":
-            raise PermissionError(13, "Permission denied", str(path))
-        return read(path)
-
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    close_folder(monkeypatch, "closed", "read_bytes")
     listed = {run["run_name"]: run for run in status(capsys)}
     assert (listed["closed"]["state"], listed["open"]["state"]) == ("unreadable", "damaged")
     assert "Permission denied" in listed["closed"]["why"]

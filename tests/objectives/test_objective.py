@@ -113,8 +113,8 @@ def test_a_term_as_base_loss_takes_parameters_that_are_no_numbers():
     assert kl.params == {"estimator": "k1", "direction": "forward"}
     with pytest.raises(ObjectiveError, match="The parameters of term 'kl' are wrong: 'estimator' is 'k9'"):
         Objective({"name": "kl", "params": {"estimator": "k9"}})
-    ppo = Objective({"name": "ppo", "params": {"clip_low_threshold": "9e-1"}})  # text in YAML
-    assert ppo.base is not None
+    of_text, of_number = (Objective({"name": "ppo", "params": {"clip_low_threshold": low}}) for low in ("9e-1", 0.9))
+    assert of_text.base == of_number.base, "YAML reads 9e-1 as text"
     with pytest.raises(ObjectiveError, match="'clip_low_threshold' of the loss 'ppo' is inf"):
         Objective({"name": "ppo", "params": {"clip_low_threshold": float("inf")}})
 

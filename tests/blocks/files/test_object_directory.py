@@ -20,6 +20,7 @@ import fsspec
 import pytest
 from chaos.proxy import Proxies, Proxy
 from chaos.schedule import ACTIONS, Fault
+from closed_folder import close_folder
 from pydantic import SecretStr
 from s3_server import ACCESS_KEY, SECRET_KEY, S3Server, running_s3
 from waiting import wait_for
@@ -446,17 +447,9 @@ def test_ambiguous_prefixes_are_rejected(path: str, part: str) -> None:
 
 
 def test_a_folder_of_another_user_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system refuses to look into it, but not to root, as whom tests may run."""
     (tmp_path / "closed").mkdir()
     (tmp_path / "no-run").mkdir()
-    is_file = Path.is_file
-
-    def refuse(path: Path) -> bool:
-        if path.parent.name == "closed":
-            raise PermissionError(13, "Permission denied", str(path))
-        return is_file(path)
-
-    monkeypatch.setattr(Path, "is_file", refuse)
+    close_folder(monkeypatch, "closed", "is_file")
     assert RunStorage(url=str(tmp_path)).run_names() == ["closed"]
 
 

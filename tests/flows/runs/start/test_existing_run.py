@@ -112,13 +112,13 @@ def test_an_interrupted_deletion_is_continued(
     (folder / "guards.jsonl").write_text('{"step": 0, "kind": "spike", "policy": "skip"}\n')
     remove, removed = LocalDirectory.remove, list[str]()
 
-    def remove_two(directory: LocalDirectory, name: str) -> None:
+    def remove_until_guards(directory: LocalDirectory, name: str) -> None:
         if "guards.jsonl" in removed:
             raise StorageError("The disk is gone: mount it.")
         removed.append(name)
         remove(directory, name)
 
-    monkeypatch.setattr(LocalDirectory, "remove", remove_two)
+    monkeypatch.setattr(LocalDirectory, "remove", remove_until_guards)
     with pytest.raises(StorageError, match="The disk is gone"):
         train(fields, if_exists="delete")
     monkeypatch.setattr(LocalDirectory, "remove", remove)
