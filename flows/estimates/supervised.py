@@ -182,9 +182,9 @@ def _estimate(
     examples = _example_tokens(config, source, schedule) if evaluations else SampledTokens()
     answers = data.evaluators.at_most(schedule.num_often, schedule.num_rarely)
     has_evaluators = has_held_out or bool(config.evaluators or config.infrequent_evaluators)
-    pace, num_pauses = _pace(config), len(schedule.evaluations()) if has_evaluators else 0
+    pace, num_evaluated_steps = _pace(config), len(schedule.evaluations()) if has_evaluators else 0
     excluded = tuple(data.evaluators.others)
-    if pace and pace.omits(num_pauses):
+    if pace and pace.omits(num_evaluated_steps):
         excluded = (*excluded, f"the time of evaluations, of which run {pace.run_name} had none")
     usd = None
     if price and reference_price:
@@ -210,7 +210,7 @@ def _estimate(
         reference=reference,
         num_train_tokens=num_train_tokens + num_reference_train_tokens,
         usd=usd,
-        hours=pace.hours(sum(tokens.values()), num_pauses) if pace else None,
+        hours=pace.hours(sum(tokens.values()), num_evaluated_steps) if pace else None,
         paced_by=pace.run_name if pace else "",
     )
 
