@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 
 API_KEY = "tml-test"
+DEVICE = os.environ.get("TEST_ENGINE_DEVICE", "cpu")  # of engines that do not ask for another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,11 @@ def start_engine(
     folder.mkdir(parents=True, exist_ok=True)
     model_options = [part for model in models for part in ("--model", model)]
     state = ["--state", str(folder / "state"), "--port", "0", "--threads", "1", "--exit-with-stdin"]
+    # Samples are deterministic on a CPU only.
+    device = [] if {"--device", "--deterministic"} & set(arguments) else ["--device", DEVICE]
     with (folder / "engine.log").open("a") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "engine", *state, *model_options, *arguments],
+            [sys.executable, "-m", "engine", *state, *model_options, *device, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

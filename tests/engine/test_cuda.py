@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +13,21 @@ import pytest
 import tinker
 import torch
 from engine_process import API_KEY, running_engine
+from metric_history import curve, history
+from mlflow_store import new_store
 from rich.console import Console
+from rl_config import rl_fields
 from sampling_jobs import make_job
+from sft_config import sft_fields
 from test_engine_losses import CASES
 from tinker import types
 from torch import Tensor
 from torch.func import functional_call
-from train_steps import train
+from train_steps import ADAM, train
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from benchmarks import engine_sampling, engine_vs_torch, history
+from benchmarks import engine_sampling, engine_vs_torch
+from benchmarks.history import FOLDER, save
 from benchmarks.rows import table
 from engine.compute.base import BaseModel
 from engine.compute.datum import Datum
@@ -34,10 +40,16 @@ from engine.part import owner
 from engine.sampling.batch import Batch
 from engine.sampling.prefix_cache import BLOCK
 from engine.sampling.request import SamplingRequest
+from flows.config.rl import RlConfig
+from flows.config.train import SftConfig
+from flows.rl import rl
+from flows.sft import sft
 
 DEVICE = "cuda"
+GOLDEN_SFT = Path(__file__).parents[1] / "flows/golden_sft.json"
 SIZES = [(40, 1), (7, 2), (23, 3), (40, 4)]  # tokens and seed of each datum
-TOLERANCES = {"float32": (2e-4, 1e-3), "bfloat16": (0.25, 0.1)}  # of a logprob in nats, and of a gradient's norm
+# Of a logprob in nats, and of a gradient's norm.
+TOLERANCES = {"float32": (2e-4, 1e-3), "bfloat16": (0.25, 0.1), "autocast-bf16": (0.25, 0.1)}
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="PyTorch finds no CUDA device, so the engine is not tested on one."
@@ -238,6 +250,9 @@ def test_captured_passes_give_the_gradients_of_single_kernels(device_base: BaseM
         return output.logprobs_D, gradients
 
     graphs = device_base._graphs
+    if dtype == "autocast-bf16":
+        assert graphs is None
+        return
     assert graphs is not None
     device_base._graphs = None
     expected = [[compute(adapter, data) for data in batches] for adapter in adapters]
@@ -322,32 +337,108 @@ def test_memory_of_a_pass(tmp_path: Path, dtype: DtypeName, shape: tuple[int, in
     assert taken < base.bytes_per_trained_token < 3 * taken
 
 
+@pytest.fixture(scope="module")
+def device_url(tmp_path_factory: pytest.TempPathFactory, dtype: DtypeName) -> Iterator[str]:
+    """`base_url` of an engine on the device."""
+    arguments = ["--device", DEVICE, "--dtype", dtype]
+    with running_engine(tmp_path_factory.mktemp("engine"), arguments=arguments) as engine:
+        yield engine.url
+
+
+@pytest.fixture
+def service(device_url: str) -> Iterator[tinker.ServiceClient]:
+    with tinker.ServiceClient(base_url=device_url, api_key=API_KEY) as service:
+        yield service
+
+
+def sdk_datum(length: int, seed: int, weights: Sequence[float] | None = None) -> types.Datum:
+    datum = make_datum(length, seed, [])
+    inputs: dict[str, Any] = {"target_tokens": datum.targets.tolist()} | (
+        {} if weights is None else {"weights": weights}
+    )
+    return types.Datum(types.ModelInput.from_ints(datum.tokens_T.tolist()), inputs)
+
+
 @pytest.mark.process
-def test_training_and_sampling_through_the_sdk(tmp_path: Path, dtype: DtypeName) -> None:
+def test_training_and_sampling_through_the_sdk(service: tinker.ServiceClient, dtype: DtypeName) -> None:
     """The loss falls, and the sampler of the trained weights has the logprobs of a forward pass."""
-    with (
-        running_engine(tmp_path / "engine", arguments=["--device", DEVICE, "--dtype", dtype]) as engine,
-        tinker.ServiceClient(base_url=engine.url, api_key=API_KEY) as service,
-    ):
-        trainer = service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
-        tokens = make_datum(40, 1, []).tokens_T.tolist()
-        data = [types.Datum(types.ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})]  # pyright: ignore[reportArgumentType]
-        losses = []
-        for _ in range(5):
-            losses.append(trainer.forward_backward(data, "cross_entropy").result().metrics["loss:sum"])
-            trainer.optim_step(types.AdamParams(learning_rate=1e-2)).result()
-        assert losses[-1] < losses[0]
-        client = trainer.save_weights_and_get_sampling_client().result()
-        scored = client.compute_logprobs(types.ModelInput.from_ints(tokens)).result()[1:]
-        trained = trainer.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch()
-        torch.testing.assert_close(torch.tensor(scored), trained, atol=TOLERANCES[dtype][0], rtol=0)
+    trainer = service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+    data = [sdk_datum(40, 1)]
+    losses = train(trainer, data, 5)
+    assert losses[-1] < losses[0]
+    client = trainer.save_weights_and_get_sampling_client().result()
+    datum = make_datum(40, 1, [])
+    tokens = [*datum.tokens_T.tolist(), int(datum.targets[-1])]
+    scored = client.compute_logprobs(types.ModelInput.from_ints(tokens)).result()[1:]
+    trained = trainer.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch()
+    torch.testing.assert_close(torch.tensor(scored), trained, atol=TOLERANCES[dtype][0], rtol=0)
+
+
+@pytest.mark.process
+def test_custom_loss(service: tinker.ServiceClient, dtype: DtypeName) -> None:
+    """A loss that the engine computes trains like the cross-entropy whose weights are minus its derivatives."""
+
+    def squares(logprobs, targets):
+        return ((logprobs - targets) ** 2).sum(), {"custom/distance:sum": (logprobs - targets).abs().sum()}
+
+    nats, relative = TOLERANCES[dtype]
+    loss = service.create_custom_loss(squares, {"logprobs": 1, "targets": 1}).result()
+    targets = [make_datum(length, seed, ["logprobs"]).inputs["logprobs"] for length, seed in SIZES]
+    ours, peer = (service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result() for _ in range(2))
+    plain = [sdk_datum(length, seed) for length, seed in SIZES]
+    custom = [
+        types.Datum(datum.model_input, {**datum.loss_fn_inputs, "targets": types.TensorData.from_torch(target)})
+        for datum, target in zip(plain, targets, strict=True)
+    ]
+    for _ in range(3):
+        outputs = peer.forward(plain, "cross_entropy").result().loss_fn_outputs
+        distances = [output["logprobs"].to_torch() - target for output, target in zip(outputs, targets, strict=True)]
+        weighted = [
+            sdk_datum(length, seed, (-2 * distance_T).tolist())
+            for (length, seed), distance_T in zip(SIZES, distances, strict=True)
+        ]
+        peer.forward_backward(weighted, "cross_entropy").result()
+        metrics = ours.forward_backward_custom(custom, loss).result().metrics
+        distances_N = torch.cat(distances)
+        assert metrics["loss:sum"] == pytest.approx((distances_N**2).sum().item(), rel=relative)
+        assert metrics["custom/distance:sum"] == pytest.approx(distances_N.abs().sum().item(), rel=relative)
+        for trainer in (ours, peer):
+            trainer.optim_step(ADAM).result()
+    by_trainer = [trainer.forward(plain, "cross_entropy").result().loss_fn_outputs for trainer in (ours, peer)]
+    for output, expected in zip(*by_trainer, strict=True):
+        torch.testing.assert_close(
+            output["logprobs"].to_torch(), expected["logprobs"].to_torch(), atol=10 * nats, rtol=0
+        )
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("prefect_server", "api_key")
+def test_a_flow_with_terms(tmp_path: Path, device_url: str, dtype: DtypeName) -> None:
+    """The curves of a run on the device are those of the run on a CPU that is kept for the tests of the flow."""
+    result = sft(SftConfig.model_validate(sft_fields(tmp_path, "sft", new_store(tmp_path), device_url)))
+    _, relative = TOLERANCES[dtype]
+    for key, points in json.loads(GOLDEN_SFT.read_text()).items():
+        assert history(result, key) == pytest.approx(dict(points), rel=relative, abs=relative**2), key
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("prefect_server", "api_key")
+def test_reinforcement_learning(tmp_path: Path, device_url: str, dtype: DtypeName) -> None:
+    """Sampler and trainer agree about the tokens of each step, so that a run in sync is on-policy."""
+    config = rl_fields(tmp_path, "rl", new_store(tmp_path), device_url) | {
+        "objective": {"base_loss": "importance_sampling", "regularizers": [{"name": "kl", "weight": 0.01}]}
+    }
+    result = rl(RlConfig.model_validate(config))
+    nats, _ = TOLERANCES[dtype]
+    assert curve(result, "optim/kl_sample_train_v2") == pytest.approx([0.0] * 4, abs=nats**2)
+    assert curve(result, "term/kl/value")[0] == pytest.approx(0, abs=nats)
+    assert len(curve(result, "test/env/all/reward/total")) == 2
 
 
 @pytest.mark.process
 def test_two_engines_on_one_gpu(tmp_path: Path) -> None:
     """Two sessions train at the same time, each on its own engine, and get the same losses."""
-    tokens = make_datum(40, 1, []).tokens_T.tolist()
-    data = [types.Datum(types.ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})]  # pyright: ignore[reportArgumentType]
+    data = [sdk_datum(40, 1)]
     with (
         running_engine(tmp_path / "engines", arguments=["--device", DEVICE, "--device", DEVICE]) as front,
         tinker.ServiceClient(base_url=front.url, api_key=API_KEY) as first,
@@ -376,12 +467,12 @@ def test_speed() -> None:
     """Training steps against torch and peft, and samples against `generate`; the ratios are saved."""
     rows = [
         row
-        for dtype in TOLERANCES
+        for dtype in ("float32", "bfloat16")
         for row in (
             *engine_vs_torch.measure(device=DEVICE, dtype=dtype),
             *engine_sampling.measure(device=DEVICE, dtype=dtype, num_tokens=256),
         )
     ]
     Console(width=120).print(table(rows))
-    path = history.save(rows, history.FOLDER / "cuda")
+    path = save(rows, FOLDER / "cuda")
     print(f"saved to {path}")
