@@ -216,7 +216,8 @@ def _starting_prefect_server(login: Login | None) -> Iterator[_StartingPrefectSe
         lock.enter_context(file_lock(home() / ".prefect.lock"))  # the first start creates the tables
         is_new = is_missing(prefect_database())
         env = prepare_prefect_database() | (prefect_login_env(port, login) if login else {"PREFECT_API_URL": url})
-        with managed_process(supervised_command(prefect_server_command(port)), log, env) as process:
+        command = supervised_command(prefect_server_command(port), num_restarts=3)
+        with managed_process(command, log, env) as process:
 
             def wait() -> None:
                 _wait_until_healthy(process, f"{url}/health", log)
@@ -290,14 +291,17 @@ def new_log_file(name: str) -> Path:
     return Path(path)
 
 
-def supervised_command(command: Sequence[str], grace_s: float = GRACE_S, *, children_first: bool = False) -> list[str]:
+def supervised_command(
+    command: Sequence[str], grace_s: float = GRACE_S, *, children_first: bool = False, num_restarts: int = 0
+) -> list[str]:
     """Wrap a command in a supervisor that stops it and all its descendants when standard input is closed.
 
     Args:
         grace_s: seconds the processes have to exit cleanly before they are killed.
         children_first: stop the command's children before the command itself; they too have `grace_s` seconds.
+        num_restarts: how often the command is started again after a signal has killed it.
     """
-    options = [f"--grace={grace_s:g}", *(["--children-first"] if children_first else [])]
+    options = [f"--grace={grace_s:g}", *(["--children-first"] if children_first else []), f"--restarts={num_restarts}"]
     return [sys.executable, str(Path(__file__).with_name("supervise.py")), *options, *command]
 
 

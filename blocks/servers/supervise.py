@@ -1,11 +1,13 @@
 """Supervisor that stops a command and its descendants when the process that started it ends, even by kill -9.
 
-`python supervise.py [--grace=SECONDS] [--children-first] COMMAND ...`
+`python supervise.py [--grace=SECONDS] [--children-first] [--restarts=NUMBER] COMMAND ...`
 
 The parent process holds the other end of standard input. The kernel closes it when the parent ends, and the supervisor
 then stops the command and all its descendants, as it does when the command itself ends: with SIGTERM, and with SIGKILL
 after `--grace` seconds (15 by default). `--children-first` stops the children before the command, for a command
-that would not give them time to exit. This module imports nothing of the project, so that it starts in milliseconds.
+that would not give them time to exit. `--restarts` starts a command that a signal has killed again, this many times at
+most. If the supervisor itself is killed, the command receives SIGTERM. This module imports nothing of the project, so
+that it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from pathlib import Path
 
 GRACE = "--grace="
 CHILDREN_FIRST = "--children-first"
+RESTARTS = "--restarts="
+PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -29,12 +33,11 @@ def main(arguments: list[str]) -> int:
     """Run the command and return its exit status."""
     grace_s = float(arguments.pop(0).removeprefix(GRACE)) if arguments[0].startswith(GRACE) else 15.0
     children_first = arguments[0] == CHILDREN_FIRST and bool(arguments.pop(0))
+    num_restarts = int(arguments.pop(0).removeprefix(RESTARTS)) if arguments[0].startswith(RESTARTS) else 0
     if sys.platform == "linux":
         # Orphaned descendants of the command become children of this process, which can then find and reap them.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # A separate process group, so that one signal reaches the command and its children.
-    child = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True)
-
+    child = _start(arguments)
     deadlines: list[float] = []
 
     def stop(*_: object) -> None:
@@ -55,9 +58,30 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, stop)
     threading.Thread(target=stop_when_parent_ends, daemon=True).start()
     status = child.wait()
+    while status < 0 and num_restarts and not deadlines:
+        num_restarts -= 1
+        print(f"{arguments[0]} was killed by signal {-status} and is started again.", file=sys.stderr, flush=True)
+        _reap_descendants(child.pid, time.monotonic())
+        child = _start(arguments)
+        if deadlines:  # set after the last check
+            _signal_group(child.pid, signal.SIGTERM)
+        status = child.wait()
     stop()  # what the command left running
     _reap_descendants(child.pid, deadlines[0])
     return status
+
+
+def _start(arguments: list[str]) -> subprocess.Popen[bytes]:
+    """Start the command in a process group of its own, so that one signal reaches it and its children."""
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def stop_with_supervisor() -> None:
+        if library:
+            library.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+    return subprocess.Popen(
+        arguments, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True, preexec_fn=stop_with_supervisor
+    )
 
 
 def _stop_children(pid: int, deadline: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Literal
 from uuid import UUID
 
@@ -66,7 +67,12 @@ def _related_resources() -> list[dict[str, str]]:
     root = flow_run.root_flow_run_id
     if not root:
         return []
-    with get_client(sync_client=True) as client:
-        root_tags = client.read_flow_run(UUID(root)).tags
-    resources = [(f"prefect.flow-run.{root}", "flow-run"), *((f"prefect.tag.{tag}", "tag") for tag in root_tags)]
+    resources = [(f"prefect.flow-run.{root}", "flow-run"), *((f"prefect.tag.{tag}", "tag") for tag in _tags(root))]
     return [{"prefect.resource.id": resource, "prefect.resource.role": role} for resource, role in resources]
+
+
+@lru_cache(maxsize=64)
+def _tags(flow_run_id: str) -> tuple[str, ...]:
+    """Read the tags of a flow run once, because Prefect's client retries for a minute while the server is down."""
+    with get_client(sync_client=True) as client:
+        return tuple(client.read_flow_run(UUID(flow_run_id)).tags)

@@ -290,7 +290,11 @@ def silence_console_logs() -> None:
     for handler in logging.getLogger().handlers:
         if isinstance(handler, PrefectConsoleHandler):
             handler.setLevel(logging.CRITICAL)
+    # Prefect's logger of background threads has a handler of its own. `deliver_events` says what was not sent.
+    logging.getLogger("prefect._internal").setLevel(logging.CRITICAL)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
+    # It warns if the run continues in another process, which the run itself reports.
+    logging.getLogger("mlflow.system_metrics").setLevel(logging.ERROR)
     # It logs the SQL statement of each error of the database, which it also raises.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     # MLflow's client retries requests for minutes, and urllib3 logs each retry. The run itself reports that the store

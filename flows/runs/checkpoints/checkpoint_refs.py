@@ -136,7 +136,7 @@ def with_model(config: C, *checkpoints: NamedCheckpoint) -> C:
     model = next((name for name in models if name), "")
     if not model:
         raise ConfigError(
-            "The model of the weights is unknown: set model (for a command, --model) to the base model's name."
+            "The model of the weights is unknown: set model to the base model's name (--model for sample and chat)."
         )
     return config.model_copy(update={"model": model})
 

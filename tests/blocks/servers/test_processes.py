@@ -9,10 +9,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from urllib.request import urlopen
 
 import psutil
 import pytest
+from waiting import wait_for
 
 from blocks.errors import ServiceError, StorageError
 from blocks.servers import supervise
@@ -101,6 +104,48 @@ def test_a_supervised_command_stops_with_its_descendants() -> None:
         process.stdin.close()
         process.wait()
         assert alive_after(started) == []
+
+
+def test_a_command_ends_with_its_killed_supervisor() -> None:
+    command = supervised_command([sys.executable, "-c", "import signal; print('up', flush=True); signal.pause()"])
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as supervisor:
+        assert supervisor.stderr is not None
+        assert supervisor.stderr.readline() == b"up\n"
+        started = psutil.Process(supervisor.pid).children()
+        supervisor.kill()
+        assert alive_after(started) == []
+
+
+def test_a_killed_command_is_started_again() -> None:
+    tree = "import signal, subprocess as s; s.Popen(['sleep', '600']); print('up', flush=True); signal.pause()"
+    command = supervised_command([sys.executable, "-c", tree], num_restarts=1)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stderr is not None
+        assert supervisor.stderr.readline() == "up\n"
+        (child,) = psutil.Process(supervisor.pid).children()
+        first = [child, *child.children()]
+        child.kill()
+        assert supervisor.stderr.readline() == f"{sys.executable} was killed by signal 9 and is started again.\n"
+        assert alive_after(first) == []
+        assert supervisor.stderr.readline() == "up\n"
+        (child,) = psutil.Process(supervisor.pid).children()
+        child.kill()
+        assert supervisor.wait() == -signal.SIGKILL % 256
+
+
+def test_a_killed_prefect_server_is_started_again(home: Path) -> None:
+    with local_prefect_server() as url:
+        (supervisor,) = (child for child in psutil.Process().children() if supervise.__file__ in child.cmdline())
+        (server,) = supervisor.children()
+        server.kill()
+        assert alive_after([server]) == []
+
+        def responds() -> bool:
+            with suppress(OSError), urlopen(f"{url}/health", timeout=5):
+                return True
+            return False
+
+        wait_for(responds, "the response of the second server")
 
 
 def test_an_engine_start_error_names_cause_and_log(home: Path) -> None:
