@@ -30,6 +30,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from blocks.errors import LostRunError
 from blocks.servers.processes import free_port
 from flows.monitoring.artifacts import RunPage
+from flows.monitoring.drain import deliver_events
 from tasks.reports.tables import COLUMNS
 from tasks.training.tracking.metrics import MetricsLog
 
@@ -171,6 +172,7 @@ def prefect_proxy(prefect_server: str) -> Iterator[Proxy]:
     proxy = Proxy(free_port(), int(urlsplit(prefect_server).port or 0))
     with Proxies({"prefect": proxy}), temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{proxy.port}/api"}):
         yield proxy
+        deliver_events()  # before the proxy closes; later tests would wait for these events
 
 
 def drop_artifact_requests(proxy: Proxy, number: int) -> list[Armed]:
