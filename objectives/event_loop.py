@@ -100,11 +100,11 @@ def wait_for(awaitable: Awaitable[T], timeout_s: float | None) -> T:
 
 
 def run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop until it is stopped, even if a coroutine calls `sys.exit`; only its waiter gets the SystemExit."""
+    """Run a loop until it is stopped, even if a coroutine raises SystemExit or KeyboardInterrupt for its waiter."""
     while True:
         try:
             loop.run_forever()
-        except SystemExit:
+        except (SystemExit, KeyboardInterrupt):
             continue
         return
 

@@ -34,6 +34,8 @@ T = TypeVar("T")
 
 # The service batches concurrent samples. More concurrent groups than this take memory without adding speed.
 MAX_CONCURRENT_GROUPS = 256
+# Errors of a user's environments and rewards. Ctrl-C interrupts the main thread, and rollouts run in others.
+FAILURES = (Exception, SystemExit, KeyboardInterrupt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ class RewardedGroup(EnvGroupBuilder):
             await self.builder.cleanup()
         except TinkerFlowsError:
             raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party environments
+        except FAILURES as error:
             self.cleanup_errors.append(_rollout_error(error))
 
     def logging_tags(self) -> list[str]:
@@ -165,7 +167,7 @@ class RewardedGroup(EnvGroupBuilder):
         """
         try:
             return list(self.builder.logging_tags())
-        except (Exception, SystemExit) as error:
+        except FAILURES as error:
             reason = _rollout_error(error)
             raise ConfigError(
                 f"logging_tags of {type(self.builder).__name__} failed ({reason.error_type}: {reason.error_message}): "
@@ -271,12 +273,12 @@ class RetryWholeGroup(RolloutStrategy):
                 envs = await env_group_builder.make_envs()
             except TinkerFlowsError:
                 raise
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party environments
+            except FAILURES as error:
                 errors.append(_rollout_error(error))
                 await self._clean_up_before_retry(env_group_builder, attempt)
                 continue
             outcomes = await self._attempt(policy, attempt, envs)
-            errors += [_rollout_error(outcome) for outcome in outcomes if isinstance(outcome, Exception | SystemExit)]
+            errors += [_rollout_error(outcome) for outcome in outcomes if isinstance(outcome, FAILURES)]
             pairs = zip(outcomes, envs, strict=True)
             successes = [(outcome, env) for outcome, env in pairs if isinstance(outcome, Trajectory)]
             num_needed = min(self.min_successful or len(envs), len(envs))  # a group may be smaller than min_successful
@@ -291,7 +293,7 @@ class RetryWholeGroup(RolloutStrategy):
                     errors.append(self._grader_timeout(error))
                 except TinkerFlowsError:
                     raise
-                except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party rewards
+                except FAILURES as error:
                     errors.append(_rollout_error(error))
                 else:
                     return result

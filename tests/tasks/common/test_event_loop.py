@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -33,17 +32,18 @@ def test_an_error_of_a_dependency_is_raised_by_the_dependent_call():
     workers.close()
 
 
-def test_sys_exit_of_a_coroutine_reaches_who_waits_and_leaves_the_loop():
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_an_exit_of_a_coroutine_reaches_who_waits_and_leaves_the_loop(error: type[BaseException]):
     async def leave() -> None:
-        sys.exit(3)
+        raise error
 
     async def wait() -> str:
-        with suppress(SystemExit):
+        with suppress(error):
             await asyncio.create_task(leave())
         return "done"
 
     with open_workers() as workers:
-        with pytest.raises(SystemExit):
+        with pytest.raises(error):
             workers.run_coroutine(leave())
         assert workers.start_coroutine(wait()).result(10) == "done"
 

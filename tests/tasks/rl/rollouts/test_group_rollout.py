@@ -45,7 +45,7 @@ class Broken(Exception):
 
 @dataclass
 class Guess(Env):
-    """Environment of two turns; its fate is `ends`, `unclear` (NaN metric), `fails`, `hangs`, `exits` or `cancels`."""
+    """Environment of two turns; its fate is `ends`, `unclear` (NaN metric) or one of those in `step`."""
 
     fate: str
     reward: float
@@ -60,6 +60,8 @@ class Guess(Env):
             raise Broken("the sandbox is gone")
         if self.fate == "exits":
             sys.exit(3)
+        if self.fate == "interrupts":
+            raise KeyboardInterrupt
         if self.fate == "cancels":
             asyncio.current_task().cancel()  # pyright: ignore[reportOptionalMemberAccess]
             await asyncio.sleep(0)
@@ -223,6 +225,12 @@ def test_sys_exit_of_an_environment_or_its_rewards_is_a_failure_of_its_group(sam
     assert len(tokens_of(group)) == 3
     group = roll_out(sampler, Guesses([["ends"] * 3], num_reward_errors=1, reward_error=SystemExit()))
     assert [error.error_message.partition(" (")[0] for error in group.errors] == ["it called sys.exit()"]
+    assert len(tokens_of(group)) == 3
+
+
+def test_a_keyboard_interrupt_of_an_environment_is_a_failure_of_its_group(sampler: tinker.SamplingClient) -> None:
+    group = roll_out(sampler, Guesses([["ends", "interrupts", "ends"], ["ends"] * 3]))
+    assert [error.error_type for error in group.errors] == ["KeyboardInterrupt"]
     assert len(tokens_of(group)) == 3
 
 
