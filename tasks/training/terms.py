@@ -187,7 +187,7 @@ class TaskTermExecutor:
             encoded = encode_call(doing, regularizer, arguments)
             try:
                 future = workers.submit(task, {"term": regularizer.name, "encoded": encoded})
-                with _lost_worker_reported(future):
+                with _lost_worker_reported(future, str(task.task_run_name).format(term=regularizer.name)):
                     return pickle.loads(future.result())
             except ObjectiveError:
                 raise
@@ -211,8 +211,12 @@ class TaskTermExecutor:
 
 
 @contextmanager
-def _lost_worker_reported(future: PrefectFuture[Any]) -> Iterator[None]:
-    """Set a task run to Crashed if its worker ended without a final state; Prefect would show it as Running forever."""
+def _lost_worker_reported(future: PrefectFuture[Any], name: str) -> Iterator[None]:
+    """Set a task run to Crashed if its worker ended without a final state; Prefect would show it as Running forever.
+
+    Args:
+        name: name of the task run, which the worker may not have sent.
+    """
     try:
         yield
     except (Exception, CancelledError) as error:
@@ -220,6 +224,7 @@ def _lost_worker_reported(future: PrefectFuture[Any]) -> Iterator[None]:
             if not future.state.is_final():
                 state = Crashed(message=f"The worker did not finish it: {first_line(error)}")
                 with get_client(sync_client=True) as client:
+                    client.set_task_run_name(future.task_run_id, name)
                     client.set_task_run_state(future.task_run_id, state, force=True)
         raise
 
