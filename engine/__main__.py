@@ -26,9 +26,10 @@ class StartError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the engine until a signal or Ctrl-C stops it; return the exit status."""
-    # OpenMP reads these variables when torch is imported. Together they let an idle OpenMP thread spin for some ten
-    # microseconds, until the next operation of a pass, and then sleep. By default it spins for a millisecond. With
-    # PASSIVE alone it sleeps after each operation, and waking it takes a third of the time of a decoding step.
+    # OpenMP reads these variables when torch is imported. Together they let an idle OpenMP thread spin for about ten
+    # microseconds before it sleeps, long enough for the next operation of a pass to arrive. By default it spins for a
+    # millisecond. With PASSIVE alone it sleeps after each operation, and waking it takes a third of the time of a
+    # decoding step.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     arguments = sys.argv[1:] if argv is None else list(argv)
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = _settings(options, devices)
         if options.part is not None:
-            threading.Thread(target=_kill_when_front_dies, daemon=True).start()
+            threading.Thread(target=_exit_when_front_ends, daemon=True).start()
             _serve_engine(settings, bind(LOOPBACK, 0), exit_with_stdin=False)
         elif len(devices) == 1:
             _serve_engine(settings, bind(settings.host, settings.port), options.exit_with_stdin)
@@ -55,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve_engine(settings: Settings, listener: socket.socket, exit_with_stdin: bool) -> None:
-    # `serve` enables collections once the models are loaded: until then, each would scan all that is imported so far.
+    # `serve` enables garbage collection once the models are loaded: until then, each collection would scan all imported
+    # modules.
     gc.disable()
     keep_freed_memory()
     # These imports take seconds, so they come after the validation of the settings and the port.
@@ -68,7 +70,7 @@ def _serve_engine(settings: Settings, listener: socket.socket, exit_with_stdin: 
         raise StartError(str(error)) from error
 
 
-def _kill_when_front_dies() -> None:
+def _exit_when_front_ends() -> None:
     """Exit at once when standard input closes, which means that the front of this engine has ended.
 
     The engines of a restarted front need the session locks that this process holds.
@@ -149,11 +151,12 @@ def _arguments() -> argparse.ArgumentParser:
     )
     compute.add_argument(
         "--memory-limit",
-        type=_megabytes,
-        metavar="MB",
+        type=_mebibytes,
+        metavar="MIB",
         help="memory of each engine for adapters, optimizer moments, gradients and snapshots (copies of weights that "
         "samplers use but that were never saved by name); the least recently used are moved to disk (default: half of "
-        "the machine's memory; on a GPU, a quarter of the memory that the model leaves)",
+        "the machine's memory; on a GPU, a quarter of the memory that the models leave; engines on one device share "
+        "it)",
     )
 
     behaviour = parser.add_argument_group("behaviour")
@@ -176,9 +179,9 @@ def _arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def _megabytes(text: str) -> int:
+def _mebibytes(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of megabytes; use an integer of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of mebibytes; use an integer of at least 1")
     return int(text) * 2**20
 
 

@@ -1,4 +1,4 @@
-"""Durable file writes: flushed, checksummed and renamed into place."""
+"""Durable writes: files flushed to disk with a checksum, and JSON files replaced atomically."""
 
 from __future__ import annotations
 

@@ -17,46 +17,53 @@ MAX_PASS_TOKENS = 16_384  # on a GPU: other clients wait for the end of a pass
 _CPU_CACHE_BYTES = 2 * 2**30
 
 
-def max_pass_tokens(settings: Settings, base: BaseModel) -> int:
+def max_pass_tokens(settings: Settings, base: BaseModel, weight_bytes: int) -> int:
     """Return the maximum size of a forward pass in tokens, including padding; a single sequence may exceed it.
 
     On a CPU, small models get larger passes, because the fixed cost of a pass exceeds that of its arithmetic; other
     models gain nothing from larger passes. On a GPU, the activations of a pass with gradients take an estimated fifth
     of the memory that the weights leave, unless even 1,024 tokens need more. Captured passes are up to a quarter larger
     and keep as much memory beside them.
+
+    Args:
+        weight_bytes: size of the weights of all models of the engine.
     """
     if settings.micro_batch_tokens:
         return settings.micro_batch_tokens
     if base.device.type != "cuda":
         return 2048 if base.num_parameters < SMALL_MODEL else 1024
-    return max(1024, min(MAX_PASS_TOKENS, _free_memory(settings, base) // 5 // base.bytes_per_trained_token))
+    return max(
+        1024, min(MAX_PASS_TOKENS, _free_memory(settings, base, weight_bytes) // 5 // base.bytes_per_trained_token)
+    )
 
 
-def max_cache_bytes(settings: Settings, base: BaseModel) -> int:
+def max_cache_bytes(settings: Settings, base: BaseModel, weight_bytes: int) -> int:
     """Return the memory for keys and values of one model.
 
-    On a CPU, it is 2 GiB; on a GPU, a quarter of the memory that the weights leave, divided by the number of models.
+    On a CPU, it is 2 GiB; on a GPU, a quarter of the memory that the weights of all models leave, divided by the number
+    of models.
     """
     if settings.sampling_cache_bytes:
         return settings.sampling_cache_bytes
     if base.device.type != "cuda":
         return _CPU_CACHE_BYTES
-    return _free_memory(settings, base) // 4 // len(settings.models)
+    return _free_memory(settings, base, weight_bytes) // 4 // len(settings.models)
 
 
-def max_adapter_bytes(settings: Settings, base: BaseModel) -> int:
-    """Return the memory for adapters and moments: half of the machine's, or a quarter of what a GPU's weights leave.
+def max_adapter_bytes(settings: Settings, base: BaseModel, weight_bytes: int) -> int:
+    """Return the memory for the adapters and moments of all models.
 
-    Engines on one device share its memory.
+    It is half of the machine's memory; on a GPU, a quarter of the memory that the weights of all models leave. Engines
+    on one device share its memory.
     """
     if settings.memory_limit_bytes:
         return settings.memory_limit_bytes
     if base.device.type != "cuda":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // settings.part.on_device
-    return _free_memory(settings, base) // 4
+    return _free_memory(settings, base, weight_bytes) // 4
 
 
-def _free_memory(settings: Settings, base: BaseModel) -> int:
-    """Return the memory that the model's weights leave of this engine's share of the GPU."""
+def _free_memory(settings: Settings, base: BaseModel, weight_bytes: int) -> int:
+    """Return the memory that the weights leave of this engine's share of the GPU."""
     share = torch.cuda.get_device_properties(base.device).total_memory // settings.part.on_device
-    return share - base.num_bytes
+    return share - weight_bytes

@@ -63,8 +63,9 @@ class Engine:
         self.runs = RunStore(settings.state)
         self.custom_losses = CustomLossStore(settings.state)
         self.checkpoints.remove_stale()
-        # The adapters of all models share one budget; on a GPU, the weights of the first model determine its size.
-        self.memory = MemoryBudget(max_adapter_bytes(settings, next(iter(bases.values()))), settings.state / "evicted")
+        weight_bytes = sum(base.num_bytes for base in bases.values())
+        adapter_bytes = max_adapter_bytes(settings, next(iter(bases.values())), weight_bytes)
+        self.memory = MemoryBudget(adapter_bytes, settings.state / "evicted")
         self.metrics = Metrics(self.gauges)
         self.clock = Clock(settings.clock_cycle_s)
         self.sessions: dict[str, Session] = {}
@@ -72,7 +73,9 @@ class Engine:
         self._base_aliases = {
             name: base for base in bases.values() for name in (str(base.loaded.path), *hub_names(base.loaded))
         }
-        self._sampling_queues = {id(base): SamplingQueue(base, self.worker, settings) for base in bases.values()}
+        self._sampling_queues = {
+            id(base): SamplingQueue(base, self.worker, settings, weight_bytes) for base in bases.values()
+        }
         self._training_services = TrainingServices(
             find_base=self.base,
             find_loss=self._find_loss,
@@ -81,7 +84,7 @@ class Engine:
             checkpoints=self.checkpoints,
             runs=self.runs,
             memory=self.memory,
-            max_pass_tokens=partial(max_pass_tokens, settings),
+            max_pass_tokens=partial(max_pass_tokens, settings, weight_bytes=weight_bytes),
             check_session=self._check_session,
             max_request_s=settings.max_request_s,
         )

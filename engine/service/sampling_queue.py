@@ -25,12 +25,18 @@ MAX_ROWS = 256  # rows in the batch; more rows only make each step slower
 class SamplingQueue:
     """Admits rows to the running batch, round-robin over clients, and computes the batch turn by turn."""
 
-    def __init__(self, base: BaseModel, worker: Worker, settings: Settings) -> None:
+    def __init__(self, base: BaseModel, worker: Worker, settings: Settings, weight_bytes: int) -> None:
+        """Open the queue of one model.
+
+        Args:
+            weight_bytes: size of the weights of all models of the engine.
+        """
         self.base = base
         self._worker = worker
         self._owner = f"sampling:{base.loaded.name}"
         self._settings = settings
-        self._pass_tokens = max_pass_tokens(settings, base)
+        self._pass_tokens = max_pass_tokens(settings, base, weight_bytes)
+        self._cache_bytes = max_cache_bytes(settings, base, weight_bytes)
         self._batch = self._new_batch()
         self._waiting: dict[str, deque[Row]] = {}
         self._num_reserved = 0
@@ -41,13 +47,7 @@ class SamplingQueue:
         self._runner: asyncio.Task[None] | None = None
 
     def _new_batch(self) -> Batch:
-        settings = self._settings
-        return Batch(
-            self.base,
-            max_cache_bytes(settings, self.base),
-            self._pass_tokens,
-            deterministic=settings.deterministic,
-        )
+        return Batch(self.base, self._cache_bytes, self._pass_tokens, deterministic=self._settings.deterministic)
 
     @property
     def is_busy(self) -> bool:

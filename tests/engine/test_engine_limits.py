@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from engine.compute.base import BaseModel
 from engine.errors import BusyError, RequestError
-from engine.memory.capacity import max_adapter_bytes
+from engine.memory.capacity import max_adapter_bytes, max_cache_bytes, max_pass_tokens
 from engine.part import ALONE, Part
 from engine.service.engine import Engine
 from engine.service.futures import Futures, WireResponse
@@ -118,6 +121,24 @@ def test_no_fetch_waits_once_the_engine_stops() -> None:
 
 def test_engines_on_one_device_share_its_memory(base: BaseModel, tmp_path: Path) -> None:
     alone, half = (
-        max_adapter_bytes(Settings(("tiny",), tmp_path, tmp_path, part=part), base) for part in (ALONE, Part(1, 3, 2))
+        max_adapter_bytes(Settings(("tiny",), tmp_path, tmp_path, part=part), base, base.num_bytes)
+        for part in (ALONE, Part(1, 3, 2))
     )
     assert half == alone // 2
+
+
+def test_models_on_a_gpu_share_the_memory_that_their_weights_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Caches, adapters, a pass and as much for captured ones fit beside two models."""
+    gib = 2**30
+    properties = SimpleNamespace(total_memory=80 * gib)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    base: Any = SimpleNamespace(device=torch.device("cuda"), bytes_per_trained_token=2**20)
+    settings = Settings(("first", "second"), tmp_path, tmp_path)
+    weight_bytes = 2 * 30 * gib
+    num_cache_bytes = 2 * max_cache_bytes(settings, base, weight_bytes)
+    num_adapter_bytes = max_adapter_bytes(settings, base, weight_bytes)
+    num_pass_bytes = max_pass_tokens(settings, base, weight_bytes) * base.bytes_per_trained_token
+    assert (num_cache_bytes, num_adapter_bytes, num_pass_bytes) == (5 * gib, 5 * gib, 4 * gib)
+    assert weight_bytes + num_cache_bytes + num_adapter_bytes + 2 * num_pass_bytes < 80 * gib

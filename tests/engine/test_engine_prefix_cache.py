@@ -285,7 +285,9 @@ def test_blocks_go_with_their_adapter(base: BaseModel, tmp_path: Path) -> None:
         assert cached_tokens(queue._batch) == 2 * 3 * BLOCK
 
     async def main() -> int:
-        queue = SamplingQueue(base, Worker(), Settings(models=("tiny",), state=tmp_path, cache=tmp_path))
+        queue = SamplingQueue(
+            base, Worker(), Settings(models=("tiny",), state=tmp_path, cache=tmp_path), base.num_bytes
+        )
         await sample(queue)
         while queue.is_busy:
             await asyncio.sleep(0.001)
@@ -433,7 +435,7 @@ def test_prefill_of_cached_prompts_is_not_split(base: BaseModel, tmp_path: Path)
         if kwargs["input_ids"].shape[1] > 1:
             shapes.append(kwargs["input_ids"].shape)
 
-    queue = SamplingQueue(base, Worker(), Settings(models=("tiny",), state=tmp_path, cache=tmp_path))
+    queue = SamplingQueue(base, Worker(), Settings(models=("tiny",), state=tmp_path, cache=tmp_path), base.num_bytes)
     jobs = [make_job(seed, length=320, max_tokens=1) for seed in range(40)]
 
     async def sample(jobs: Sequence[SampleJob]) -> None:

@@ -53,7 +53,7 @@ def test_long_queue_does_not_delay_other_clients(
     monkeypatch.setattr(sampling_queue, "MAX_ROWS", 2)
 
     async def main() -> list[str]:
-        queue, finished = SamplingQueue(base, Worker(), settings), []
+        queue, finished = SamplingQueue(base, Worker(), settings, base.num_bytes), []
 
         async def sample(client: str, seed: int) -> None:
             await queue.sample(client, make_job(seed, max_tokens=10), lambda: None)
@@ -77,7 +77,7 @@ def test_training_and_sampling_take_turns(base: BaseModel, settings: Settings) -
 
     async def main() -> tuple[int, bool]:
         worker = Worker()
-        queue = SamplingQueue(base, worker, settings)
+        queue = SamplingQueue(base, worker, settings, base.num_bytes)
         sampling = asyncio.create_task(queue.sample("client", make_job(1, max_tokens=2000), lambda: None))
         pieces = 0
         while not sampling.done() and pieces < 10:
@@ -98,7 +98,7 @@ def test_training_and_sampling_take_turns(base: BaseModel, settings: Settings) -
 
 def test_cancelled_work_stops(base: BaseModel, settings: Settings) -> None:
     async def main() -> int:
-        queue = SamplingQueue(base, Worker(), settings)
+        queue = SamplingQueue(base, Worker(), settings, base.num_bytes)
         endless = [asyncio.create_task(queue.sample("a", make_job(n, max_tokens=4000), lambda: None)) for n in range(3)]
         remaining = asyncio.create_task(queue.sample("b", make_job(9, max_tokens=40), lambda: None))
         await queue.sample("c", make_job(8, max_tokens=5), lambda: None)
@@ -125,14 +125,16 @@ def test_group_computes_its_prompt_once(base: BaseModel, settings: Settings, det
     def run(queue: SamplingQueue, job: SampleJob) -> SampleResult:
         return asyncio.run(queue.sample("a", job, lambda: None))
 
-    queue = SamplingQueue(base, Worker(), settings)
+    queue = SamplingQueue(base, Worker(), settings, base.num_bytes)
     hook = base.decoder.register_forward_pre_hook(record, with_kwargs=True)
     group = run(queue, job)
     hook.remove()
     assert computed == [300]
     assert (queue.prefill_tokens_requested, queue.prefill_tokens_computed) == (40 * 300, 300)
     for index in (0, 39):
-        alone = run(SamplingQueue(base, Worker(), settings), replace(job, num_samples=1, seed=job.seed + index))
+        alone = run(
+            SamplingQueue(base, Worker(), settings, base.num_bytes), replace(job, num_samples=1, seed=job.seed + index)
+        )
         assert group.sequences[index].tokens == alone.sequences[0].tokens
 
 
@@ -141,7 +143,7 @@ def test_failure_affects_only_its_request(base: BaseModel, settings: Settings) -
         raise RuntimeError("no such file")
 
     async def main() -> int:
-        queue = SamplingQueue(base, Worker(), settings)
+        queue = SamplingQueue(base, Worker(), settings, base.num_bytes)
         good = asyncio.create_task(queue.sample("a", make_job(1, max_tokens=30), lambda: None))
         with pytest.raises(RuntimeError, match="no such file"):
             await queue.sample("b", make_job(2), broken)
@@ -161,7 +163,7 @@ def test_weights_that_give_nan_fail_their_request(
             weight.fill_(1e30)
 
     async def main() -> tuple[SampleResult, SampleResult]:
-        queue = SamplingQueue(base, Worker(), settings)
+        queue = SamplingQueue(base, Worker(), settings, base.num_bytes)
         alone = await queue.sample("a", make_job(1, max_tokens=30), lambda: None)
         good = asyncio.create_task(queue.sample("a", make_job(1, max_tokens=30), lambda: None))
         with pytest.raises(RequestError, match="These weights give logits that are not finite: sample from earlier"):
