@@ -36,7 +36,7 @@ GRACE_S = 15.0
 
 # With default settings, a Prefect server on a small machine falls behind at about 30 task runs per second and then
 # loses task runs.
-_PREFECT_SERVER = {
+_PREFECT_SERVER_SETTINGS = {
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_READ_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
@@ -250,7 +250,10 @@ def prefect_server_command(port: int) -> list[str]:
 
 def prefect_server_env() -> dict[str, str]:
     """Return the settings of a Prefect server that keeps up with training, on a SQLite file in the project home."""
-    return {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{prefect_database()}", **_PREFECT_SERVER}
+    return {
+        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{prefect_database()}",
+        **_PREFECT_SERVER_SETTINGS,
+    }
 
 
 def prefect_database() -> Path:
@@ -259,7 +262,9 @@ def prefect_database() -> Path:
 
 
 def prepare_prefect_database() -> dict[str, str]:
-    """Create a missing database from the template; return `prefect_server_env`, without migrations if it is current.
+    """Create a missing database from the template; return `prefect_server_env`.
+
+    Migrations are turned off if the database is current.
 
     The caller holds the lock `.prefect.lock` of the project home until the server has started.
     """
@@ -315,9 +320,9 @@ def managed_process(
     cwd: Path | None = None,
     pass_fds: Sequence[int] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process that stops when its standard input is closed: at the end of the block, or when this process dies.
+    """Run a process that stops when its standard input is closed: at the end of the block, or when the caller dies.
 
-    Only their owner can read the files that it creates.
+    Files that the process creates are readable only by their owner.
 
     Args:
         grace_s: seconds the process has to stop; 5 s later it is killed.
@@ -333,7 +338,7 @@ def managed_process(
             pass_fds=pass_fds,
             env={**os.environ, **env},
             umask=0o077,
-            # Ctrl-C in the terminal reaches only the run, which then stops this process cleanly.
+            # Ctrl-C in the terminal reaches only the run, which then stops the child process cleanly.
             start_new_session=True,
         )
     with process:
@@ -355,8 +360,8 @@ def _raise_on_exit(process: subprocess.Popen[bytes], log: Path) -> Iterator[None
     def check(*_: object) -> None:
         if process.poll() is not None:
             raise ServiceLostError(
-                f"The local engine exited during the run (status {process.returncode}, log: {log}): the same command "
-                "resumes the run from its last checkpoint, if it does not restart by itself."
+                f"The local engine exited during the run (status {process.returncode}, log: {log}): the run "
+                "restarts from its last checkpoint; if it ends instead, the same command resumes it."
             )
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread can have signal handlers

@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
     status = child.wait()
     while status < 0 and num_restarts and not deadlines:
         num_restarts -= 1
-        print(f"{arguments[0]} was killed by signal {-status} and is started again.", file=sys.stderr, flush=True)
+        print(f"{arguments[0]!r} was killed by signal {-status} and is started again.", file=sys.stderr, flush=True)
         _reap_descendants(child.pid, time.monotonic())
         child = _start(arguments)
         if deadlines:  # set after the last check

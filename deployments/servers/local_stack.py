@@ -22,8 +22,8 @@ from blocks.servers.logins import Login, permanent_secret
 from blocks.servers.processes import free_port
 from blocks.terminal import print_notice
 
-# Services of a killed `up` need up to this long to stop.
-SHUTDOWN_LIMIT_S = 60.0
+# Services of a killed `up` need up to this long to stop: 45 s for the runs of the worker, then 45 s for the worker.
+SHUTDOWN_LIMIT_S = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class LocalStack:
 
     Attributes:
         pid: process id of `tinker-flows up`.
-        places: endpoints of the services.
+        endpoints: URLs and log files of the services.
         exports: environment variables that point a run at the services.
     """
 
     pid: int
-    places: tuple[Endpoint, ...]
+    endpoints: tuple[Endpoint, ...]
     exports: Mapping[str, str]
 
 
@@ -107,7 +107,7 @@ def print_stack(stack: LocalStack, login: Login, console: Console) -> None:
     table = Table(title="tinker-flows up", title_justify="left")
     for column in ("service", "URL", "log"):
         table.add_column(column, overflow="fold")
-    for endpoint in stack.places:
+    for endpoint in stack.endpoints:
         table.add_row(endpoint.name, endpoint.url, Path(endpoint.log).name)
     console.print(table)
     console.print(
@@ -115,7 +115,7 @@ def print_stack(stack: LocalStack, login: Login, console: Console) -> None:
         f"the password {login.password}",
         soft_wrap=True,
     )
-    console.print(f"The logs are in {Path(stack.places[0].log).parent}. In another terminal, run:", soft_wrap=True)
+    console.print(f"The logs are in {Path(stack.endpoints[0].log).parent}. In another terminal, run:", soft_wrap=True)
     for name, value in stack.exports.items():
         console.print(f"export {name}={shlex.quote(value)}", soft_wrap=True)
 
@@ -133,8 +133,14 @@ def _acquire(file: TextIO) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             stack = _read_stack(file)
-            if _is_alive(stack.pid) or time.monotonic() > deadline:
+            if _is_alive(stack.pid):
                 raise StorageError(_already_running(stack, file.name)) from None
+            if time.monotonic() > deadline:
+                raise StorageError(
+                    f"The services of an earlier `tinker-flows up` in this project home have not stopped within "
+                    f"{SHUTDOWN_LIMIT_S:.0f} s ({_services(stack)}): end their processes, or set TINKER_FLOWS_HOME to "
+                    "another directory."
+                ) from None
             if not has_notified:
                 print_notice("Waiting for the services of the previous `tinker-flows up` to stop.")
             has_notified = True
@@ -147,7 +153,9 @@ def _read_stack(file: TextIO) -> LocalStack:
     file.seek(0)
     try:
         fields = json.load(file)
-        return LocalStack(fields["pid"], tuple(Endpoint(**place) for place in fields["places"]), fields["exports"])
+        return LocalStack(
+            fields["pid"], tuple(Endpoint(**endpoint) for endpoint in fields["endpoints"]), fields["exports"]
+        )
     except (ValueError, KeyError, TypeError):  # another process is writing the file
         return LocalStack(0, (), {})
 
@@ -163,8 +171,12 @@ def _is_alive(pid: int) -> bool:
 
 
 def _already_running(stack: LocalStack, path: str) -> str:
-    services = ", ".join(f"{endpoint.name} at {endpoint.url}" for endpoint in stack.places) or "still starting"
     return (
-        f"`tinker-flows up` already runs in this project home as process {stack.pid} ({services}): use its services "
-        f"with the exports in {path}, stop it with Ctrl-C or kill, or set TINKER_FLOWS_HOME to another directory."
+        f"`tinker-flows up` already runs in this project home as process {stack.pid} ({_services(stack)}): use its "
+        f"services with the exports in {path}, stop it with Ctrl-C or kill, or set TINKER_FLOWS_HOME to another "
+        "directory."
     )
+
+
+def _services(stack: LocalStack) -> str:
+    return ", ".join(f"{endpoint.name} at {endpoint.url}" for endpoint in stack.endpoints) or "still starting"

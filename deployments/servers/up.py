@@ -127,7 +127,7 @@ class _Starter:
                 ),
                 log,
                 {**_import_path(), **env},
-                grace_s=children_grace_s + GRACE_S,
+                grace_s=2 * children_grace_s or GRACE_S,  # for the children, then for the service
                 cwd=ROOT,
                 pass_fds=(self.lock_file.fileno(),),
             )

@@ -75,10 +75,10 @@ def pause_pool(api: httpx.Client) -> None:
 
 
 def end_orphaned_runs(api: httpx.Client) -> None:
-    """Set unfinished runs of the previous worker to Crashed, or Cancelled, because they occupy concurrency slots.
+    """End the unfinished runs of the previous worker, because they occupy concurrency slots.
 
-    The automations restart the crashed ones whose deployment has the restart tag. After Cancelling, the server accepts
-    only Cancelled.
+    Runs in the state Cancelling become Cancelled, the only state that the server then accepts; all others become
+    Crashed. Automations restart crashed runs whose deployment has the restart tag.
 
     Raises:
         ServiceError: the server rejected the request or did not respond.

@@ -125,7 +125,7 @@ def test_a_killed_command_is_started_again() -> None:
         (child,) = psutil.Process(supervisor.pid).children()
         first = [child, *child.children()]
         child.kill()
-        assert supervisor.stderr.readline() == f"{sys.executable} was killed by signal 9 and is started again.\n"
+        assert supervisor.stderr.readline() == f"{sys.executable!r} was killed by signal 9 and is started again.\n"
         assert alive_after(first) == []
         assert supervisor.stderr.readline() == "up\n"
         (child,) = psutil.Process(supervisor.pid).children()
@@ -178,7 +178,7 @@ def test_the_prefect_server_of_up_is_found(home: Path, prefect_server: str) -> N
     assert running_prefect_server() is None
     with stack.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # as `up` does while it runs
-        stack.write_text('{"pid": 1, "places": [], "exports": {}}')  # `up` is starting
+        stack.write_text('{"pid": 1, "endpoints": [], "exports": {}}')  # `up` is starting
         assert running_prefect_server() is None
         login = {"PREFECT_API_AUTH_STRING": "me:secret", "MLFLOW_TRACKING_URI": "http://127.0.0.1:5000"}
         stack.write_text(json.dumps({"exports": {"PREFECT_API_URL": "http://127.0.0.1:1/api", **login}}))

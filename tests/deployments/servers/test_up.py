@@ -131,11 +131,11 @@ def test_up_runs_a_deployment_stops_and_resumes_on_the_next_start(tmp_path: Path
         assert first == "waiting for Prefect server"
         assert any("Worker" in line and "Deployments" in line for line in later)
         exports = up.state_file()["exports"]
-        for place in up.state_file()["places"]:
+        for endpoint in up.state_file()["endpoints"]:
             headers = {"Accept": "text/html"}
-            page = httpx.get(place["url"], headers=headers, auth=up.login(), follow_redirects=True, timeout=60)
-            assert page.status_code == 200, place
-            assert Path(place["log"]).exists()
+            page = httpx.get(endpoint["url"], headers=headers, auth=up.login(), follow_redirects=True, timeout=60)
+            assert page.status_code == 200, endpoint
+            assert Path(endpoint["log"]).exists()
         for name, value in exports.items():
             assert f"export {name}={value}" in up.out.read_text()
         assert (home / "up.json").stat().st_mode & 0o077 == 0
