@@ -44,7 +44,7 @@ from tasks.rl.rollout_source import (
     RolloutSource,
     build_environments,
 )
-from tasks.rl.rollouts.hang_watch import FIX, HangWatch
+from tasks.rl.rollouts.hang_watch import HANG_FIX, HangWatch
 from tasks.rl.transcripts.mlflow_traces import write_traces
 from tasks.rl.transcripts.rollout_log import Transcript
 from tasks.rl.transcripts.rollout_page import write_transcript
@@ -140,7 +140,7 @@ def _watch_hangs(config: RlConfig, run: Run) -> AbstractContextManager[HangWatch
     def report(warning: MetricWarning) -> None:
         warn_of_metrics(run.log, config.run_name, "health", [warning])
 
-    fix = f"{FIX}, and rollout.termination.grader_timeout_seconds ends hanging rewards"
+    fix = f"{HANG_FIX}, and rollout.termination.grader_timeout_seconds ends hanging rewards"
     return closing(HangWatch(_health_limits(config, config.health), config.rollout.timeout_s, report, fix))
 
 

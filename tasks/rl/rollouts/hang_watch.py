@@ -18,11 +18,11 @@ from tasks.training.batch_source import MetricWarning
 
 logger = logging.getLogger(__name__)
 
-_NUM_DURATIONS = 256  # last finished groups whose median duration counts
+_NUM_DURATIONS = 256  # last groups whose median duration counts
 _MAX_INTERVAL_S = 1.0
 _NUM_SHOWN = 3
 _CLOSE_S = 5.0  # time limit of `close`: a callback that does not end must not keep the run open
-FIX = "check it; rollout.timeout_s ends rollouts that take too long"
+HANG_FIX = "check it; rollout.timeout_s ends rollouts that take too long"
 
 
 @dataclass
@@ -45,9 +45,9 @@ class HangWatch:
     """Watch of running groups on a thread of its own.
 
     A group hangs if it has no open request for samples and has sent none for `hang_seconds`, and for `hang_factor`
-    times the median duration of the last finished groups. Before any group has finished, the bound is `hang_factor`
-    times `hang_seconds`. The time limit of an attempt is added to the bound, because the rollout ends attempts that
-    take too long by itself. Each step causes at most one warning.
+    times the median duration of the last groups that ended, failed and cancelled ones included. Before any group has
+    ended, the bound is `hang_factor` times `hang_seconds`. The time limit of an attempt is added to the bound, because
+    the rollout ends attempts that take too long by itself. Each step causes at most one warning.
 
     Args:
         timeout_s: time limit of one attempt at a group; None means no limit.
@@ -56,7 +56,11 @@ class HangWatch:
     """
 
     def __init__(
-        self, limits: HealthLimits, timeout_s: float | None, report: Callable[[MetricWarning], None], fix: str = FIX
+        self,
+        limits: HealthLimits,
+        timeout_s: float | None,
+        report: Callable[[MetricWarning], None],
+        fix: str = HANG_FIX,
     ) -> None:
         self._limits, self._timeout_s, self._report, self._fix = limits, timeout_s or 0.0, report, fix
         self._lock = Lock()
@@ -124,7 +128,7 @@ class HangWatch:
         names = ", ".join(group.name for group, _ in groups[:_NUM_SHOWN])
         more = f" and {len(groups) - _NUM_SHOWN} more" if len(groups) > _NUM_SHOWN else ""
         waited = max(seconds for _, seconds in groups)
-        others = "no group has finished yet" if typical is None else f"the median group takes {typical:.3g} s"
+        others = "no group has ended yet" if typical is None else f"the median group takes {typical:.3g} s"
         text = (
             f"The environment, reward, hook or completer of {names}{more} has not responded for {waited:.3g} s, and "
             f"{others}: {self._fix}."
