@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -170,18 +170,29 @@ def _split(returned: object, is_monitor: bool) -> tuple[object, dict[str, float]
         raise ObjectiveError(
             f"its metric name {invalid[0]!r} is invalid; use up to 100 letters, digits, '_', '-', '.', '/' and spaces"
         )
-    return value, {
-        key: float(number.detach() if isinstance(number, Tensor) else number) for key, number in metrics.items()
-    }
+    return value, {key: _as_number(key, number) for key, number in metrics.items()}
+
+
+def _as_number(metric: str, value: Any) -> float:
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ObjectiveError(f"its metric {metric!r} is {type(value).__name__} instead of one number") from error
 
 
 def _as_tensor(value: object, outputs: Outputs) -> Tensor:
+    """Convert a value to the dtype of the logprobs. A list of tensors keeps their gradients."""
+    dtype = outputs.logprobs_DT.dtype
     try:
-        return torch.as_tensor(value, dtype=outputs.logprobs_DT.dtype)
+        if isinstance(value, list | tuple) and any(isinstance(entry, Tensor) for entry in value):
+            value = torch.stack([torch.as_tensor(entry) for entry in value])
+        if not (isinstance(value, Tensor) and value.is_complex()):
+            return torch.as_tensor(value, dtype=dtype)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ObjectiveError(
             f"it returned {type(value).__name__} instead of numbers; return value or (value, metrics)"
         ) from error
+    raise ObjectiveError("it returned complex numbers; return real ones, such as their absolute values")
 
 
 def _by_datum(value: Tensor, batch: Batch) -> Tensor | None:
@@ -320,7 +331,7 @@ def own_copy(record: R) -> R:
 
 
 def changed(copied: Batch | Outputs) -> list[str]:
-    """Return the names of the tensors that were changed in place since `own_copy`.
+    """Return the names of the tensors that were changed in place since `own_copy`, except through `Tensor.data`.
 
     >>> import torch
     >>> copied = own_copy(Outputs(torch.tensor([1.0, 2.0])))

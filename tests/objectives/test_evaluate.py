@@ -218,6 +218,21 @@ def raising():
     raise RuntimeError("no connection\nto the knowledge base.")
 
 
+@pytest.mark.parametrize("pack_values", [list, tuple, torch.stack])
+def test_a_list_of_tensors_keeps_their_gradients(pack_values):
+    """One value per datum: the gradient of each mean is minus one over its length, because the values are added up."""
+
+    @regularizer("test_listed", reduction="sum")
+    def listed(outputs, batch):
+        return pack_values([-part.mean() for part in outputs.logprobs_DT.split([2, 3])])
+
+    batch, outputs = make_batch([2, 3])
+    for first_step in (True, False):
+        evaluation = evaluate_term(bind(listed, name="listed"), outputs, batch, first_step)
+        expected = torch.tensor([-1 / 2] * 2 + [-1 / 3] * 3)
+        torch.testing.assert_close(evaluation.gradient_DT, expected, check_dtype=False)
+
+
 @pytest.mark.parametrize(
     ("fn", "declared", "message"),
     [
@@ -232,6 +247,13 @@ def raising():
         (lambda o, b: None, {}, "it returned NoneType instead of numbers"),
         (lambda o, b: (o.logprobs_DT, 1.0), {}, "it returned tuple instead of numbers"),
         (lambda o, b: {"a": 1}, {}, "it returned dict instead of numbers"),
+        (lambda o, b: o.logprobs_DT.to(torch.complex64), {}, "it returned complex numbers; return real ones"),
+        (
+            lambda o, b: (o.logprobs_DT, {"rows": o.logprobs_DT}),
+            {},
+            "its metric 'rows' is Tensor instead of one",
+        ),
+        (lambda o, b: (o.logprobs_DT, {"name": "a"}), {}, "its metric 'name' is str instead of one number"),
         (lambda o, b: (o.logprobs_DT, {"value": 1.0}), {}, "its metric names value are reserved"),
         (lambda o, b: o.logprobs_DT.sum(), {}, "shape () with the reduction 'token_mean'"),
         (lambda o, b: o.logprobs_DT, {"reduction": "none"}, "shape (5,) with the reduction 'none'"),
