@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from blocks.errors import ConfigError
 from blocks.urls import hide_credentials
-from flows.config.base import Config
+from flows.config.base import CHECKPOINT, Config
 from flows.config.methods import CONFIG_PATHS
 from flows.config.plain_data import MAX_DEPTH, parse_yaml, read_yaml
 from objectives.config.import_path import import_path
@@ -187,6 +187,9 @@ def _explain(error: ValidationError, fields: Any, config_type: type[Config]) -> 
     if first["type"] == "string_pattern_mismatch" and parts[-1:] == ["run_name"]:
         rule = "a run name starts with a letter or digit and has letters, digits and . _ - only"
         return f"{path!r} is {first['input']!r}, but {rule}"
+    if first.get("ctx", {}).get("pattern") == CHECKPOINT:
+        rule = "use the name of a run, RUN@STEP, RUN@best, RUN@final, a tinker:// path or base"
+        return f"{path!r} is {hide_credentials(repr(first['input']))}, but {rule}"
     # A validator that loads another config, as rlhf does for each stage, raises a message with this prefix.
     raised = first["msg"].removeprefix("Value error, ").removeprefix("The config is invalid: ").removesuffix(".")
     message = hide_credentials(raised)

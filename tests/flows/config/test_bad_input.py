@@ -120,6 +120,7 @@ def test_an_unquoted_off_of_yaml_is_off(tmp_path: Path) -> None:
         ({"data": {"builder": "nowhere:Builder"}}, r"'nowhere:Builder', which cannot be imported"),
         ({"evaluators": [{"builder": "builtins:dict"}]}, r"returned a dict"),
         ({"keep_best": "test/nll"}, r"has the fields metric and mode: write keep_best\.metric=test/nll on the command"),
+        ({"init_from": "init_from=a"}, r"'init_from' is 'init_from=a', but use the name of a run, RUN@STEP, RUN@best,"),
         ({"resume": "tinker://a:train:0/sampler_weights/final"}, r"can only be sampled from: use the path of a check"),
         ({"storage": "carrier-pigeon://x"}, r"'carrier-pigeon://x'"),
         (
