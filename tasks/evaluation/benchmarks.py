@@ -143,12 +143,14 @@ class _MonitoredSampler:
         self.error: tinker.TinkerError | None = None
         self._sampler = sampler
 
-    async def sample_async(self, *args: Any, **kwargs: Any) -> tinker.SampleResponse:
+    async def sample(self, *args: Any, **kwargs: Any) -> tinker.SampleResponse:
         try:
-            return await self._sampler.sample_async(*args, **kwargs)
+            return await self._sampler.sample(*args, **kwargs)
         except tinker.TinkerError as error:
             self.error = error
             raise
+
+    sample_async = sample  # of tinker-cookbook before 0.6
 
 
 class _RecordedBenchmark(BenchmarkBuilder):

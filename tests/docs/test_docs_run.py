@@ -74,12 +74,16 @@ def test_quick_commands_run(fresh_project: Path) -> None:
 @pytest.mark.timeout(4000)
 @pytest.mark.parametrize("page", PAGES_WITH_COMMANDS)
 def test_commands_of_a_page_run(page: str, fresh_project: Path) -> None:
-    """All commands of a page run in order in one shell, servers in the background, in a fresh copy of the project."""
+    """All commands of a page run in order in one shell, servers in the background, in a fresh copy of the project.
+
+    Programs of the page come first, because commands may name their runs.
+    """
+    programs = [fence.code for fence in fences("python") if fence.page == page and "run_name=" in fence.code]
     code = [fence.code for fence in COMMANDS if fence.page == page and not fence.reason]
     text = "\n".join(code)
     if "mine" in text and "run_name=mine" not in text:
         code = [MINE, *code]
-    run_commands(fresh_project, code, limit_s=3600)
+    run_commands(fresh_project, [*(f"python - <<'END'\n{program}\nEND" for program in programs), *code], limit_s=3600)
 
 
 def test_fences_that_do_not_run_are_marked_and_counted() -> None:

@@ -42,7 +42,7 @@ class ScriptedSampler:
     fails_from: int = 10**6
     params: list[types.SamplingParams] = field(default_factory=list)
 
-    async def sample_async(
+    async def sample(
         self, prompt: tinker.ModelInput, num_samples: int, sampling_params: types.SamplingParams, **_: Any
     ) -> types.SampleResponse:
         self.params.append(sampling_params)
@@ -57,6 +57,8 @@ class ScriptedSampler:
             "length" if is_cut else "stop", "0", _tokens_list=tokens, _logprobs_list=logprobs
         )
         return types.SampleResponse(sequences=[sequence])
+
+    sample_async = sample
 
 
 @pytest.fixture
