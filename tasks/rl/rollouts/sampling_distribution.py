@@ -94,7 +94,11 @@ class SamplingDistribution:
         top_TK = torch.from_numpy(top.logprobs.copy()).double()
         values_T, errors_T = sampled_logprobs(logprobs_T, top_TK, self)
         return Completion(
-            sequence.tokens, values_T.tolist(), sequence.stop_reason, errors_T.tolist(), list(sequence.logprobs)
+            sequence.tokens,
+            values_T.tolist(),
+            sequence.stop_reason,
+            errors=errors_T.tolist(),
+            untempered=list(sequence.logprobs),
         )
 
     def describe(self) -> str:
