@@ -2,12 +2,13 @@
 
 `python supervise.py [--grace=SECONDS] [--children-first] [--restarts=NUMBER] COMMAND ...`
 
-The parent process holds the other end of standard input. The kernel closes it when the parent ends, and the supervisor
-then stops the command and all its descendants, as it does when the command itself ends: with SIGTERM, and with SIGKILL
-after `--grace` seconds (15 by default). `--children-first` stops the children before the command, for a command
-that would not give them time to exit. `--restarts` starts a command that a signal has killed again, this many times at
-most. If the supervisor itself is killed, the command receives SIGTERM. This module imports nothing of the project, so
-that it starts in milliseconds.
+The parent process holds the other end of standard input, which the kernel closes when the parent ends. When the parent
+or the command ends, the supervisor stops what is left: the command's process group gets SIGTERM, and after `--grace`
+seconds (15 by default) the group and, on Linux, all other descendants get SIGKILL. `--children-first` is for a command
+that would not give its children time to exit: they get SIGTERM and the grace time first, and the command then gets a
+grace time of its own. `--restarts` starts a command that a signal has killed again, this many times at most. On Linux,
+the command also gets SIGTERM if the supervisor itself is killed. This module imports nothing of the project, so that it
+starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -44,16 +45,15 @@ def main(arguments: list[str]) -> int:
         if not deadlines:  # send SIGTERM only once: a second one makes a run abort its current step
             deadlines.append(time.monotonic() + grace_s)
             _signal_group(child.pid, signal.SIGTERM)
+            killer = threading.Timer(grace_s, _signal_group, (child.pid, signal.SIGKILL))
+            killer.daemon = True
+            killer.start()
 
     def stop_when_parent_ends() -> None:
         os.read(0, 1)
         if children_first:
             _stop_children(child.pid, time.monotonic() + grace_s)
         stop()
-        try:
-            child.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            _signal_group(child.pid, signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, stop)
     threading.Thread(target=stop_when_parent_ends, daemon=True).start()

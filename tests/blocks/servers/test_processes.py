@@ -116,6 +116,16 @@ def test_a_command_ends_with_its_killed_supervisor() -> None:
         assert alive_after(started) == []
 
 
+def test_a_command_that_ignores_a_signal_to_its_supervisor_is_killed() -> None:
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
+    command = supervised_command([sys.executable, "-c", stubborn], grace_s=0.2)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as supervisor:
+        assert supervisor.stderr is not None
+        assert supervisor.stderr.readline() == b"up\n"
+        supervisor.terminate()
+        assert supervisor.wait(60) == -signal.SIGKILL % 256
+
+
 def test_a_killed_command_is_started_again() -> None:
     tree = "import signal, subprocess as s; s.Popen(['sleep', '600']); print('up', flush=True); signal.pause()"
     command = supervised_command([sys.executable, "-c", tree], num_restarts=1)
