@@ -53,6 +53,7 @@ RESOURCES = (
         "hours (arXiv:2505.09388). A reward can follow, to pass the teacher. If the student is much weaker, start with "
         "some steps of off_policy_distillation.",
         "examples/on_policy_distillation.yaml",
+        "datasets.0.teacher.model=TEACHER",
     ),
     Resource(
         "reward",
@@ -85,6 +86,12 @@ RESOURCES = (
         "examples/sft.yaml",
     ),
 )
+# Field of the chat format in the example of a resource.
+_RENDERER_FIELDS = {
+    "teacher": "datasets.0.environment.params.renderer_name",
+    "reward": "environment.params.renderer_name",
+    "preferences": "renderer_name",
+}
 _QUESTION_ORDER = ("demonstrations", "preferences", "judge", "reward", "teacher", "long_prompt")
 
 
@@ -159,10 +166,11 @@ def _command(resource: Resource) -> str:
 def _start_from(first: Resource, resource: Resource) -> str:
     """Return the arguments that let the example of a resource start from the weights of the first example."""
     fields = yaml.safe_load((ROOT / first.example).read_text())
-    model = fields["model"]
-    # The example of a teacher has the student's model as its teacher, with another prompt.
-    teacher = f" datasets.0.teacher.model={model}" if resource.name == "teacher" else ""
-    return f"init_from={fields['run_name']} model={model} lora_rank={fields['lora_rank']}{teacher}"
+    renderer_name = fields["data"]["params"]["common_config"]["renderer_name"]
+    return (
+        f"init_from={fields['run_name']} model={fields['model']} lora_rank={fields['lora_rank']} "
+        f"{_RENDERER_FIELDS[resource.name]}={renderer_name}"
+    )
 
 
 def questions() -> list[Resource]:

@@ -14,7 +14,7 @@ from deployments.command_line import main
 from deployments.methods import METHODS
 from deployments.which_method import RESOURCES, Resource, advise
 from engine.models import resolve_model
-from flows.config.loader import load_config
+from flows.config.loader import load_config, renderer_names
 from flows.config.rlhf import RlhfConfig
 from flows.config.train import TrainConfig
 from flows.runs.prices import PRICES_DATE
@@ -44,6 +44,7 @@ def test_second_command_fits_the_weights_of_the_first(name: str) -> None:
         configs.append(load_config(cast(Any, import_path(METHODS[method].config)), ROOT / path, overrides))
     first, second = configs
     assert (second.init_from, second.model, second.lora_rank) == (first.run_name, first.model, first.lora_rank)
+    assert renderer_names(second) == renderer_names(first), "the weights have learned this chat format"
 
 
 def test_a_teacher_comes_before_a_reward_and_data_before_exploration() -> None:
