@@ -1,4 +1,4 @@
-"""Pauses of the garbage collector, which otherwise scans half a million objects of imported modules."""
+"""Keep the garbage collector from scanning the half a million objects of imported modules."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ _LOGIN = (
     "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD to those of the server (`tinker-flows up` prints them)"
 )
 _REMEDY = "check `tracking`, or leave it out for a local SQLite file"
+_FILE_REMEDY = "check its folder and the free space, or set `tracking` to another store"
 
 # Tag of an MLflow run: the key of the run directory (the record) that it belongs to.
 RECORD_TAG = "tinker_flows.record"
@@ -177,14 +178,14 @@ class MLflowTracking(Block):
                 raise ServiceError(
                     f"The MLflow server at {self.shown_uri} rejects the login (401): {_LOGIN}."
                 ) from error
-            raise ServiceError(
-                f"The MLflow server at {self.shown_uri} could not be used "
-                f"({hide_credentials(reason(error))}): {_REMEDY}."
-            ) from error
+            is_file = self.shown_uri.startswith("sqlite:")
+            store = f"The MLflow database {self.shown_uri}" if is_file else f"The MLflow server at {self.shown_uri}"
+            remedy = _FILE_REMEDY if is_file else _REMEDY
+            raise ServiceError(f"{store} could not be used ({hide_credentials(reason(error))}): {remedy}.") from error
 
 
 def _database_errors() -> tuple[type[Exception], ...]:
-    """Return the base class of SQLAlchemy's errors; nothing for a run on an MLflow server, which does not import it."""
+    """Return the base class of SQLAlchemy's errors; nothing if SQLAlchemy is not imported, as with an MLflow server."""
     module = sys.modules.get("sqlalchemy.exc")
     return (module.SQLAlchemyError,) if module else ()
 

@@ -146,7 +146,9 @@ def test_an_unreachable_server_is_named_immediately() -> None:
 def test_an_invalid_tracking_uri_is_named_immediately(tmp_path: Path, uri: str, why: str) -> None:
     (tmp_path / "file").write_bytes(b"no database" * 100)
     uri = uri.format(folder=tmp_path)
-    with pytest.raises(ServiceError, match=rf"The MLflow server at {uri} could not be used \(.*({why}).*\): check"):
+    with pytest.raises(
+        ServiceError, match=rf"The MLflow (server at|database) {uri} could not be used \(.*({why}).*\): check"
+    ):
         MLflowTracking(tracking_uri=uri).get_client()
 
 

@@ -177,7 +177,7 @@ def test_nothing_is_registered_if_the_best_checkpoint_is_unknown(
         raise MlflowException("the store does not respond")
 
     monkeypatch.setattr(checkpoint_manager, "keep_checkpoints", fail)
-    with pytest.raises(ServiceError, match=r"MLflow server at .* could not be used \(the store does not respond\)"):
+    with pytest.raises(ServiceError, match=r"MLflow database .* could not be used \(the store does not respond\)"):
         train(fields, keep_best={"metric": "test/nll"}, register_as="unknown")
     assert not MlflowClient(mlflow_uri).search_model_versions("name = 'unknown'")
 
