@@ -72,7 +72,8 @@ def which_method(
 
     Example: `tinker-flows which-method --demonstrations --reward`
 
-    Without flags, the command asks. With any flag, a resource without a flag counts as unavailable.
+    Without flags, the command asks; with `--json`, it never asks. With any flag, a resource without a flag counts as
+    unavailable.
     """
     from deployments.which_method import questions, show_advice
 

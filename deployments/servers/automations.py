@@ -1,8 +1,7 @@
 """Prefect automations: restart crashed runs, stop runs on warnings, evaluate checkpoints, and send notifications.
 
 Tags of a run select the automations. A worker, or `flow.serve`, notices when its own runs die. For a run started from
-a terminal, or one that died together with its worker, the server notices the missing heartbeats. A restarted run
-resumes from its last checkpoint.
+a terminal, the server notices the missing heartbeats. A restarted run resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -87,10 +86,11 @@ def restart_automation() -> AutomationCore:
 
 
 def stop_automation() -> AutomationCore:
-    """Build the automation that cancels a run or sweep with `STOP_TAG` at a warning or a skipped step."""
+    """Build the automation that cancels a run or sweep with `STOP_TAG` at a warning or a bad step."""
     return AutomationCore(
         name="tinker-flows: stop on a warning",
-        description=f"Saves and cancels a run or sweep tagged {STOP_TAG} when it warns or a guard skips a step.",
+        description=f"Saves and cancels a run or sweep tagged {STOP_TAG} when it warns, or a guard skips or "
+        "rolls back a step. A spent budget does not count.",
         trigger=_at_each(f"{PREFIX}.run.*", STOP_TAG, WARNINGS - {f"{PREFIX}.budget"}),
         actions=[CancelFlowRun()],
     )

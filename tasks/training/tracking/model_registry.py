@@ -26,7 +26,8 @@ class Promotion:
     """Checkpoint to promote.
 
     Attributes:
-        alias: alias of the model version: `best` or `final`.
+        alias: alias of the model version: `best`, `final` or, for another checkpoint that `evaluate` registers,
+            `promoted`.
         step: step of the checkpoint; its weights contain the updates of all earlier steps.
         state_path: tinker:// path of its weights and optimizer state.
         lineage: tags such as the run's name, base model and parent.
