@@ -11,6 +11,7 @@ from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -181,18 +182,27 @@ def _as_number(metric: str, value: Any) -> float:
 
 
 def _as_tensor(value: object, outputs: Outputs) -> Tensor:
-    """Convert a value to the dtype of the logprobs. A list of tensors keeps their gradients."""
-    dtype = outputs.logprobs_DT.dtype
+    """Convert a value to the dtype of the logprobs. Nested lists of tensors keep their gradients."""
     try:
-        if isinstance(value, list | tuple) and any(isinstance(entry, Tensor) for entry in value):
-            value = torch.stack([torch.as_tensor(entry) for entry in value])
-        if not (isinstance(value, Tensor) and value.is_complex()):
-            return torch.as_tensor(value, dtype=dtype)
+        stacked: Any = _stack(value)
+        if not (stacked.is_complex() if isinstance(stacked, Tensor) else np.iscomplexobj(stacked)):
+            return torch.as_tensor(stacked, dtype=outputs.logprobs_DT.dtype)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ObjectiveError(
             f"it returned {type(value).__name__} instead of numbers; return value or (value, metrics)"
         ) from error
     raise ObjectiveError("it returned complex numbers; return real ones, such as their absolute values")
+
+
+def _stack(value: object) -> object:
+    """Stack lists that contain tensors; a tensor with one element, of any shape, counts as a number in them."""
+    if not isinstance(value, list | tuple):
+        return value
+    entries = [_stack(entry) for entry in value]
+    if not any(isinstance(entry, Tensor) for entry in entries):
+        return value
+    tensors = [torch.as_tensor(entry) for entry in entries]
+    return torch.stack([tensor.reshape(()) if tensor.numel() == 1 else tensor for tensor in tensors])
 
 
 def _by_datum(value: Tensor, batch: Batch) -> Tensor | None:

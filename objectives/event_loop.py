@@ -129,7 +129,7 @@ async def _within(awaitable: Awaitable[T], timeout_s: float | None) -> T:
     try:
         async with timeout:
             return await awaitable
-    except SystemExit as error:  # would end the loop, for which the caller would wait forever
+    except SystemExit as error:
         raise ObjectiveError(f"it called {exit_call(error)}") from error
     except TimeoutError:
         if not timeout.expired():  # raised by the awaitable itself

@@ -218,7 +218,11 @@ def raising():
     raise RuntimeError("no connection\nto the knowledge base.")
 
 
-@pytest.mark.parametrize("pack_values", [list, tuple, torch.stack])
+@pytest.mark.parametrize(
+    "pack_values",
+    [list, tuple, torch.stack, lambda values: [value.reshape(1) for value in values]],
+    ids=["list", "tuple", "stack", "one element each"],
+)
 def test_a_list_of_tensors_keeps_their_gradients(pack_values):
     """One value per datum: the gradient of each mean is minus one over its length, because the values are added up."""
 
@@ -248,6 +252,7 @@ def test_a_list_of_tensors_keeps_their_gradients(pack_values):
         (lambda o, b: (o.logprobs_DT, 1.0), {}, "it returned tuple instead of numbers"),
         (lambda o, b: {"a": 1}, {}, "it returned dict instead of numbers"),
         (lambda o, b: o.logprobs_DT.to(torch.complex64), {}, "it returned complex numbers; return real ones"),
+        (lambda o, b: np.array([1j, 2.0]), {"kind": "scored"}, "it returned complex numbers; return real ones"),
         (
             lambda o, b: (o.logprobs_DT, {"rows": o.logprobs_DT}),
             {},

@@ -396,7 +396,7 @@ def rollout(
         pass
     except _AllAttemptsFailedError as error:
         errors = error.errors
-    except Exception as error:  # noqa: BLE001 - third-party environments
+    except FAILURES as error:
         errors = (_rollout_error(error),)
     errors = (*errors, *group.cleanup_errors)
     duration_s = perf_counter() - began
