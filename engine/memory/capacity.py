@@ -22,8 +22,8 @@ def max_pass_tokens(settings: Settings, base: BaseModel, weight_bytes: int) -> i
 
     On a CPU, small models get larger passes, because the fixed cost of a pass exceeds that of its arithmetic; other
     models gain nothing from larger passes. On a GPU, the activations of a pass with gradients take an estimated fifth
-    of the memory that the weights leave, unless even 1,024 tokens need more. Captured passes are up to a quarter larger
-    and keep as much memory beside them.
+    of the memory that the weights leave, divided by the number of models, unless even 1,024 tokens need more. The
+    captured passes of a model are up to a quarter larger and keep as much memory beside them.
 
     Args:
         weight_bytes: size of the weights of all models of the engine.
@@ -32,9 +32,8 @@ def max_pass_tokens(settings: Settings, base: BaseModel, weight_bytes: int) -> i
         return settings.micro_batch_tokens
     if base.device.type != "cuda":
         return 2048 if base.num_parameters < SMALL_MODEL else 1024
-    return max(
-        1024, min(MAX_PASS_TOKENS, _free_memory(settings, base, weight_bytes) // 5 // base.bytes_per_trained_token)
-    )
+    share = _free_memory(settings, base, weight_bytes) // 5 // len(settings.models)
+    return max(1024, min(MAX_PASS_TOKENS, share // base.bytes_per_trained_token))
 
 
 def max_cache_bytes(settings: Settings, base: BaseModel, weight_bytes: int) -> int:
