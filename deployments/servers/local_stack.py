@@ -137,9 +137,9 @@ def _acquire(file: TextIO) -> None:
                 raise StorageError(_already_running(stack, file.name)) from None
             if time.monotonic() > deadline:
                 raise StorageError(
-                    f"The services of an earlier `tinker-flows up` in this project home have not stopped within "
-                    f"{SHUTDOWN_LIMIT_S:.0f} s ({_services(stack)}): end their processes, or set TINKER_FLOWS_HOME to "
-                    "another directory."
+                    f"Another `tinker-flows up` holds {file.name}, or services of one that has ended have not stopped "
+                    f"within {SHUTDOWN_LIMIT_S:.0f} s: end their processes, or set TINKER_FLOWS_HOME to another "
+                    "directory."
                 ) from None
             if not has_notified:
                 print_notice("Waiting for the services of the previous `tinker-flows up` to stop.")

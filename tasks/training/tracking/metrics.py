@@ -169,7 +169,7 @@ class MetricsLog:
                 return
         self.check_writer()
         self.flush()  # the points themselves come first
-        # MLflow rejects more than 100 points at once if an earlier process linked one of them.
+        # MLflow rejects more than 100 points at once if the model has one of them, which an earlier process linked.
         before = self.client.get_logged_model(model_id).metrics if may_repeat else ()
         stored = {(point.key, point.timestamp) for point in before or ()}
         points = [point for point in points or self._at(step) if (point.key, point.timestamp) not in stored]

@@ -144,8 +144,9 @@ def test_a_killed_command_is_started_again() -> None:
 
 
 def test_a_killed_prefect_server_is_started_again(home: Path) -> None:
+    before = psutil.Process().children()
     with local_prefect_server() as url:
-        (supervisor,) = (child for child in psutil.Process().children() if supervise.__file__ in child.cmdline())
+        (supervisor,) = (child for child in psutil.Process().children() if child not in before)
         (server,) = supervisor.children()
         server.kill()
         assert alive_after([server]) == []
@@ -156,6 +157,7 @@ def test_a_killed_prefect_server_is_started_again(home: Path) -> None:
             return False
 
         wait_for(responds, "the response of the second server")
+        assert supervisor.children() != [server]
 
 
 def test_an_engine_start_error_names_cause_and_log(home: Path) -> None:
