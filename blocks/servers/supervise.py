@@ -63,8 +63,9 @@ def main(arguments: list[str]) -> int:
         print(f"{arguments[0]!r} was killed by signal {-status} and is started again.", file=sys.stderr, flush=True)
         _reap_descendants(child.pid, time.monotonic())
         child = _start(arguments)
-        if deadlines:  # set after the last check
-            _signal_group(child.pid, signal.SIGTERM)
+        if deadlines:  # the signal came after the check above and reached only the killed command
+            deadlines.clear()
+            stop()
         status = child.wait()
     stop()  # what the command left running
     _reap_descendants(child.pid, deadlines[0])
