@@ -171,12 +171,8 @@ def _is_alive(pid: int) -> bool:
 
 
 def _already_running(stack: LocalStack, path: str) -> str:
+    services = ", ".join(f"{endpoint.name} at {endpoint.url}" for endpoint in stack.endpoints) or "still starting"
     return (
-        f"`tinker-flows up` already runs in this project home as process {stack.pid} ({_services(stack)}): use its "
-        f"services with the exports in {path}, stop it with Ctrl-C or kill, or set TINKER_FLOWS_HOME to another "
-        "directory."
+        f"`tinker-flows up` already runs in this project home as process {stack.pid} ({services}): use its services "
+        f"with the exports in {path}, stop it with Ctrl-C or kill, or set TINKER_FLOWS_HOME to another directory."
     )
-
-
-def _services(stack: LocalStack) -> str:
-    return ", ".join(f"{endpoint.name} at {endpoint.url}" for endpoint in stack.endpoints) or "still starting"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -30,6 +31,7 @@ from websockets.typing import Subprotocol
 from blocks.errors import ServiceError, StorageError
 from blocks.servers.logins import server_login
 from blocks.tracking import MLflowTracking
+from deployments.servers import local_stack
 from deployments.servers.automations import install_all
 from deployments.servers.health import Service, wait_until_ready
 from deployments.servers.local_stack import LocalStack, choose_port, engine_key, record_stack, stack_lock
@@ -345,6 +347,17 @@ def test_up_waits_for_the_services_of_a_killed_up(tmp_path: Path, capsys: pytest
     with service, stack_lock(tmp_path):
         assert service.poll() is not None
     assert "Waiting for the services of the previous" in capsys.readouterr().err
+
+
+def test_services_that_do_not_stop_are_not_called_a_running_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_stack, "SHUTDOWN_LIMIT_S", 0.1)
+    with (tmp_path / "up.json").open("a+") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
+        with (
+            pytest.raises(StorageError, match="or services of one that has ended have not stopped"),
+            stack_lock(tmp_path),
+        ):
+            pass
 
 
 @pytest.mark.process
