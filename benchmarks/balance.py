@@ -51,7 +51,8 @@ class Arm:
     Attributes:
         name: the rule; "none" without balancing.
         values: value of the base loss and of each term on the held-out batch, after the last step.
-        opposed: share of the steps at which the total gradient has a negative scalar product with that of a term.
+        opposed: share of the steps at which the total gradient has a negative scalar product, by more than rounding,
+            with that of the base loss or a term.
         rule_ms: milliseconds that the rule takes, one figure per step.
         cosines: mean cosine of each pair of gradients over the steps.
     """
@@ -113,7 +114,8 @@ def _train(
     steps: int,
 ) -> Arm:
     opposed, rule_ms, cosines = [], [], []
-    with _objective(method) as objective, _objective(method) as timed:
+    # The rule is timed on a copy, because it has a state.
+    with _objective(method) as objective, _objective(method) as timing_copy:
         for step in range(steps):
             data = batches[step % len(batches)]
             pending = forward_backward_regularized(client, data, objective, step=step, num_steps=steps)
@@ -123,8 +125,8 @@ def _train(
             products_KK = _scalar_products(metrics)
             cosines.append(_cosines(metrics))
             opposed.append(float(_opposes(metrics, products_KK)))
-            if timed.balance:
-                rule_ms.append(_rule_ms(timed.balance, metrics, products_KK, step))
+            if timing_copy.balance:
+                rule_ms.append(_rule_ms(timing_copy.balance, metrics, products_KK, step))
     means = {pair: mean(step[pair] for step in cosines) for pair in cosines[0]}
     return Arm(method, _values(client, held_out), mean(opposed), rule_ms, means)
 
@@ -147,7 +149,7 @@ def _scalar_products(metrics: Mapping[str, float]) -> Tensor:
 
 
 def _opposes(metrics: Mapping[str, float], products_KK: Tensor) -> bool:
-    """Check whether a step increases a term to first order, by more than rounding."""
+    """Check whether a step increases the base loss or a term to first order, by more than rounding."""
     weights = [metrics.get(f"term/{name}/weight_balanced", metrics[f"term/{name}/weight"]) for name in NAMES]
     weights_K = torch.tensor(weights, dtype=torch.float64)
     norms_K = products_KK.diagonal().sqrt()
@@ -164,12 +166,12 @@ def _rule_ms(balance: Balance, metrics: Mapping[str, float], products_KK: Tensor
 
 def _values(client: tinker.TrainingClient, batch: Batch) -> list[float]:
     """Value of the base loss and of each term on a batch."""
-    objective = _objective("none")
     outputs = read_outputs(enqueue_forward(client, batch).result(), batch)
-    values = [evaluate_base(objective.base, outputs, batch).value]
-    for term in objective.regularizers:
-        prepared = replace(batch, features=prepare_features(term, batch)) if term.term.prepare else batch
-        values.append(evaluate_term(term, outputs, prepared, first_step=False).value)
+    with _objective("none") as objective:
+        values = [evaluate_base(objective.base, outputs, batch).value]
+        for term in objective.regularizers:
+            prepared = replace(batch, features=prepare_features(term, batch)) if term.term.prepare else batch
+            values.append(evaluate_term(term, outputs, prepared, first_step=False).value)
     return values
 
 

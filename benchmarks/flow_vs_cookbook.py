@@ -2,8 +2,8 @@
 
 Both loops run in separate processes with the same engine, dataset builder and number of steps. The dataset records the
 time of each batch request, one per step in both loops. The time per step leaves out the first four steps and the last
-two, and therefore start-up, final save and report. The flow's time per step is measured with task runs per task and per
-segment (`granularity`). Another row compares whole processes.
+two, and therefore start-up, final save and report. The flow is measured with `granularity: task` (a Prefect task run
+per operation) and with `segment` (one per segment). Another row compares whole processes.
 """
 
 from __future__ import annotations

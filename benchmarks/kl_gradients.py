@@ -29,7 +29,7 @@ def measure(*, num_completions: int = 20_000) -> Table:
         num_completions: samples of each row.
     """
     table = Table(title="Gradient of a KL term against that of the divergence", title_justify="left")
-    for column in ("length", "sampler", "mean |log ratio|", "term", "cosine", "ratio of norms", "spread"):
+    for column in ("length", "sampler", "mean |log policy/sampler|", "term", "cosine", "ratio of norms", "spread"):
         table.add_column(column, justify="left" if column in ("sampler", "term") else "right")
     policy, reference = _draw_logits(0, 0.7), _draw_logits(2, 0.7)
     for length in LENGTHS:
@@ -39,12 +39,12 @@ def measure(*, num_completions: int = 20_000) -> Table:
             sampler = policy + staleness * _draw_logits(1, 1.0)
             states_DT = _sample(sampler, length, num_completions, seed=3)
             for name, estimator in ESTIMATES:
-                gradients, shift = _gradients(name, estimator, policy, sampler, reference, states_DT)
+                gradients, log_ratio = _gradients(name, estimator, policy, sampler, reference, states_DT)
                 mean, true = gradients.mean(0), exact.flatten()
                 cosine = float(mean @ true / mean.norm() / true.norm())
                 spread = (gradients - mean).square().sum(1).mean().sqrt() / true.norm()
                 numbers = (f"{cosine:.3f}", f"{float(mean.norm() / true.norm()):.2f}", f"{float(spread):.1f}")
-                table.add_row(str(length), sampler_name, f"{shift:.3f}", f"{name} {estimator}", *numbers)
+                table.add_row(str(length), sampler_name, f"{log_ratio:.3f}", f"{name} {estimator}", *numbers)
     return table
 
 
@@ -77,7 +77,10 @@ def _sample(logits: Tensor, length: int, num_completions: int, seed: int) -> Ten
 def _gradients(
     name: str, estimator: str, policy: Tensor, sampler: Tensor, reference: Tensor, states_DT: Tensor
 ) -> tuple[Tensor, float]:
-    """Return each completion's gradient with respect to the logits, ``(D, parameters)``, and the mean |log ratio|."""
+    """Return each completion's gradient with respect to the logits, and the mean |log ratio| of policy to sampler.
+
+    The gradients are ``(D, parameters)``.
+    """
     previous, targets = states_DT[:, :-1].flatten(), states_DT[:, 1:].flatten()
     lengths_D = torch.full((len(states_DT),), states_DT.shape[1] - 1)
     batch = Batch(targets, torch.ones(len(targets)), torch.cat([torch.zeros(1).long(), lengths_D.cumsum(0)]))

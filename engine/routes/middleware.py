@@ -23,11 +23,12 @@ SIGNED_PATHS = "/api/v1/external/"  # signed links below this path need no API k
 
 
 class AccessControl:
-    """Rejects requests without the API key, and requests from web pages.
+    """Rejects requests from web pages and, if the engine has an API key, requests without it.
 
-    A browser sends an Origin header with every cross-site POST, and the SDK never does. Without this check, any web
-    page open on the machine could control an engine without a key. A page whose own host name resolves to this
-    machine (DNS rebinding) sends no Origin with a GET request, but its own name as the host.
+    Open paths and signed links need no key. A browser sends an Origin header with every cross-site POST, and the SDK
+    never does. Without this check, any web page open on the machine could control an engine without a key. A page whose
+    own host name resolves to this machine (DNS rebinding) sends no Origin with a GET request, but its own name as the
+    host.
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:

@@ -479,5 +479,5 @@ class WeightsConfig(ServiceConfig):
     model: str = Field(
         default="",
         title="Model",
-        description="Name of the base model on the service. Empty: the model of the run that `checkpoint` names.",
+        description="Name of the base model on the service. Empty: the model of the run whose checkpoint is named.",
     )

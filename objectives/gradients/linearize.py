@@ -31,7 +31,8 @@ class WeightedTerm(NamedTuple):
         scale: factor of the batch; see `objectives.term_weights.scale`. The gradient enters the sum with
             ``weight * scale``.
         is_balanced: True if balancing may change the weight; False for a term with a target.
-        adds_up: True for a term with the reduction `sum`: the values of minibatches add up to that of the update.
+        adds_up: True for a term whose value is a sum, such as one with the reduction `sum`: the values of minibatches
+            add up to that of the update.
     """
 
     evaluation: Evaluation
@@ -163,7 +164,8 @@ def join_metrics(parts: Sequence[Linearized]) -> dict[str, float]:
     >>> metrics["loss/base"], metrics["loss/base_sum"], round(metrics["term/base/grad_norm"], 3)
     (1.0, 4.0, 0.5)
     """
-    size = sum(part.size for part in parts) or 1.0  # candidates alone have no base loss to refer to
+    # If all minibatches are candidates, there is no base loss: the size is 0, and nothing is divided.
+    size = sum(part.size for part in parts) or 1.0
     names = list(dict.fromkeys(row.evaluation.name for part in parts for row in part.rows))
     rows_by_name = {name: [row for part in parts for row in part.rows if row.evaluation.name == name] for name in names}
     scales = _scales(row for part in parts for row in part.rows)
@@ -225,7 +227,7 @@ def measure_effects(parts: Sequence[Linearized], changes: Sequence[Tensor]) -> d
 
     Args:
         parts: the linearized minibatches of the update.
-        changes: change of the logprobs of each minibatch, ``(N,)`` or ``(N, K)``.
+        changes: change of the logprobs of each minibatch, ``(N,)``, or ``(N, targets per position)`` for soft targets.
 
     >>> base = Evaluation("base", 2.0, torch.tensor([-1.0, -1.0]))
     >>> part = linearize(base, [(Evaluation("a", 0.5, torch.tensor([0.0, 4.0])), 1.0)])
@@ -244,7 +246,10 @@ def measure_effects(parts: Sequence[Linearized], changes: Sequence[Tensor]) -> d
 
 
 def _scales(rows: Iterable[WeightedTerm]) -> dict[str, float]:
-    """Scale of each term's value over the update, by name: the sum of the minibatches', or that of one for sums."""
+    """Scale of each term's value over the update, by name.
+
+    It is the sum of the scales of the minibatches; for a term whose value adds up, the largest of them.
+    """
     scales: dict[str, float] = {}
     for row in rows:
         name, before = row.evaluation.name, scales.get(row.evaluation.name, 0.0)

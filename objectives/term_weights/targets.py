@@ -240,8 +240,8 @@ class TargetController:
         Returns:
             ``multiplier``: the multiplier that the step used; ``violation``: moving average minus limit (`at_least`:
             limit minus moving average), in the unit of the value, positive if the target is violated (`equals`: if the
-            value is too high); ``at_bound``: 1 if a bound of the multiplier keeps the controller from meeting the
-            target, else 0.
+            value is too high); ``at_bound``: 1 if, after the warmup, a bound of the multiplier keeps the controller
+            from meeting the target, else 0.
         """
         self.set_gain_unit(1.0)
         assert self._gain_unit is not None
@@ -255,8 +255,9 @@ class TargetController:
         if step >= spec.warmup:
             self._integral = _clamp(self._integral + spec.integral_gain * gain * error, lower, upper)
             self._multiplier = _clamp(self._integral + spec.proportional_gain * gain * error, lower, upper)
-        is_stuck = (violation > 0 and self._integral == upper) or (
-            spec.equals is not None and violation < 0 and self._integral == lower
+        is_stuck = step >= spec.warmup and (
+            (violation > 0 and self._integral == upper)
+            or (spec.equals is not None and violation < 0 and self._integral == lower)
         )
         return {"multiplier": used, "violation": violation, "at_bound": float(is_stuck)}
 

@@ -135,7 +135,9 @@ def open_contents(
     if contents.last_batch and isinstance(source, RepeatableSource):
         last_step, digest = contents.last_batch
         if _digest_step([source.batch_at(last_step)]) != digest:
-            cause = "" if "data" in changed else ", which its source may draw at random, without a seed"
+            cause = (
+                "" if "data" in changed else "; no file has changed, so its source may draw at random without a seed"
+            )
             changed.setdefault("data", []).append(f"the batch of step {last_step}{cause}")
     _check(run, config, step, changed)
     versions: Mapping[str, str] = recorded.get("versions", {})
@@ -150,7 +152,11 @@ def open_contents(
 
 
 def digest_contents(config: RunConfig, objective: Objective, tokenizer: Tokenizer) -> Digests:
-    """Digest the files, the code of the user, the model and the tokenizer that a config names."""
+    """Digest the files, the code of the user, the model and the tokenizer that a config names.
+
+    Raises:
+        ConfigError: A file of a model folder cannot be read.
+    """
     digests: Digests = {}
     model = path_of(config.model)
     folders = {config.model} if model and model.is_dir() else set[str]()
@@ -175,11 +181,17 @@ def digest_contents(config: RunConfig, objective: Objective, tokenizer: Tokenize
         code = " ".join(filter(None, parts))
         if code:
             digests.setdefault("terms", {})[term.name] = code
-    with suppress(OSError):
-        if folders:
-            digests["model"] = {folder: digest_folder(Path(folder).expanduser()) for folder in sorted(folders)}
+    if folders:
+        digests["model"] = {folder: _digest_model(folder) for folder in sorted(folders)}
     digests["tokenizer"] = {"tokenizer": digest_tokenizer(tokenizer), **_renderers(config, tokenizer)}
     return digests
+
+
+def _digest_model(folder: str) -> str:
+    try:
+        return digest_folder(Path(folder).expanduser())
+    except OSError as error:
+        raise ConfigError(f"Cannot read the model folder {folder} ({error}): make all its files readable.") from None
 
 
 def _without_code(digests: Digests) -> Digests:
@@ -230,7 +242,8 @@ def _data_files(text: str) -> list[Path]:
 def texts_in(value: Any, may_be_folder: bool = False) -> Iterator[tuple[str, bool]]:
     """Yield all strings of a config value, each with whether it may name a folder of data.
 
-    Only parameters and paths may. Another word, such as the name of a term, can coincide with the name of a folder.
+    Only a string below `params` or `path` may name a folder. Any other, such as the name of a term, may equal the name
+    of a folder by chance.
     """
     if isinstance(value, str):
         yield value, may_be_folder

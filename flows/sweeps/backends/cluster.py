@@ -28,7 +28,9 @@ class TrialCluster:
     """Runner of trials on cluster workers; each trial is a child of the current flow run."""
 
     def __init__(self, cluster: Cluster, flow: str, log: SweepLog, metric: str) -> None:
-        """Connect to the cluster, or start one: Dask one worker for this runner, Ray one cluster for all runners.
+        """Connect to the cluster, or start one.
+
+        Dask starts a cluster of one worker for each runner, Ray one cluster for all runners.
 
         Raises:
             ConfigError: The cluster's extra is not installed, or the cluster is unreachable or has no workers.
@@ -45,16 +47,16 @@ class TrialCluster:
 
     def run(self, config: SweptConfig, watch: StepCallback) -> TrialOutcome:
         """Run the config on a worker to its end; `watch` receives the logged values of the metric."""
-        # Of rlhf, the metric is that of the policy stage, but the flow run to cancel is the whole trial.
+        # The run of the policy stage logs the metric of `rlhf`, but the flow run to cancel is that of the whole trial.
         monitor = TrialMonitor(self._log, measured_config(config).run_name, self._metric, watch)
         try:
             future = self._submit(pack_trial(self._flow, config))
-            while True:
+            while not future.done():
                 with suppress(TimeoutError):
-                    outcome: TrialOutcome = future.result(timeout=POLL_EVERY_S)
-                    break
-                if monitor.poll() or self._stopping:
+                    future.result(timeout=POLL_EVERY_S)
+                if not future.done() and (monitor.poll() or self._stopping):
                     self._cancel(config.run_name)
+            outcome: TrialOutcome = future.result()
         except Exception as error:  # noqa: BLE001  # any error of a worker or the cluster
             why = f"The trial's {self._cluster} worker failed ({first_line(error)})."
             return TrialOutcome("stopped") if self._stopping else TrialOutcome("failed", why, retryable=True)

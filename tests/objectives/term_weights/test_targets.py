@@ -81,6 +81,11 @@ def test_warmup_and_bounds() -> None:
     assert (falling[-1]["multiplier"], falling[-1]["at_bound"]) == (0.0, 0.0)
 
 
+def test_at_bound_waits_for_the_warmup() -> None:
+    controller = TargetController(TargetSpec(at_most=1.0, initial=2.0, upper=2.0, warmup=3))
+    assert [controller.observe(step, 5.0)["at_bound"] for step in range(5)] == [0.0, 0.0, 0.0, 1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -245,6 +245,12 @@ def test_noise_in_the_weights_and_permuted_token_ids_are_noticed(tmp_path: Path)
         now = digest_contents(config, objective, tokenizer)
         assert changed_contents(before, now) == {"model": [str(tmp_path)]}
 
+        unreadable = tmp_path / "unreadable.safetensors"
+        unreadable.symlink_to("/proc/self/mem")  # whose first page cannot be read, not even by root
+        with pytest.raises(ConfigError, match=r"Cannot read the model folder .*: make all its files readable"):
+            digest_contents(config, objective, tokenizer)
+        unreadable.unlink()
+
         fields = json.loads(tokenizer.backend_tokenizer.to_str())
         vocabulary = fields["model"]["vocab"]
         first, second = list(vocabulary)[65:67]
