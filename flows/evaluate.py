@@ -281,6 +281,8 @@ def _evaluate(
     rejection = _rejection(config, ledger.stopped, measured, of_baseline)
     if rejection:
         note_rejection(log, config.run_name, config.register_as or "", rejection)
+    else:
+        forget_rejection(log)
     result = EvaluateResult(
         run_name=config.run_name,
         metrics=measured.metrics,

@@ -104,7 +104,7 @@ def note_pending_approval(log: MetricsLog, reason: str) -> None:
 
 
 def forget_rejection(log: MetricsLog) -> None:
-    """Remove the rejection of an earlier attempt once the checkpoint is promoted."""
+    """Remove the rejection of an earlier attempt."""
     _forget_tag(log, REJECTED_TAG)
 
 

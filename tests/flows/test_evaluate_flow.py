@@ -208,6 +208,40 @@ def test_metrics_are_in_mlflow_and_in_a_table(evaluated: EvaluateResult, mlflow_
     assert [artifact.path for artifact in client.list_artifacts(evaluated.mlflow_run_id)] == ["evaluation.json"]
 
 
+class ChangingScore(SamplingClientEvaluator):
+    """Stands for a sampled metric, which differs between two attempts."""
+
+    score = 0.25
+
+    async def __call__(self, sampling_client: object) -> dict[str, float]:
+        return {"score": self.score}
+
+
+@pytest.mark.usefixtures("trained")
+def test_the_measurement_of_a_retry_counts(
+    fields: dict[str, Any], mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables: list[object] = []
+
+    def write(*args: object) -> None:
+        tables.append(args)
+        if len(tables) == 1:
+            monkeypatch.setattr(ChangingScore, "score", 0.75)
+            raise ConnectionError("The Prefect server is down.")
+
+    monkeypatch.setattr("flows.evaluate.write_table", write)
+    config = EvaluateConfig.model_validate(
+        {key: fields[key] for key in PLACES[1:]}
+        | {"run_name": "retried", "checkpoint": "base", "model": fields["model"]}
+        | {"evaluators": [{"builder": f"{__name__}:ChangingScore"}], "promote_if": "score > 0.5"}
+    )
+    result = evaluate.with_options(retries=1, retry_delay_seconds=0)(config)
+    assert (result.metrics["score"], result.not_promoted, len(tables)) == (0.75, "", 2)
+    data = MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data
+    assert data.metrics["score"] == 0.75
+    assert "tinker_flows.not_promoted" not in data.tags
+
+
 def test_promotion_gate(
     trained: TrainResult, evaluated: EvaluateResult, fields: dict[str, Any], mlflow_uri: str
 ) -> None:

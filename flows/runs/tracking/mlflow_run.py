@@ -151,20 +151,24 @@ def open_log(
     )
 
 
+@contextmanager
 def open_measurement(
     config: TrackedConfig, run_name: str, service_url: str, tags: Mapping[str, str]
-) -> AbstractContextManager[MetricsLog]:
+) -> Iterator[MetricsLog]:
     """Open the MLflow run of a flow that evaluates weights without training them.
 
-    The MLflow run is new, unless the flow run was suspended or retried: the flow run then reopens its MLflow run.
+    The MLflow run is new, unless the flow run was suspended or retried: the flow run then reopens its MLflow run, in
+    which the values of the newest measurement count.
     """
-    return open_mlflow_run(
+    with open_mlflow_run(
         tracking_of(config),
         run_name,
         flow_run.get_id() or uuid4().hex,
         params=changed_fields_of(config),
         tags={**origin_tags(service_url), **tags},
-    )
+    ) as log:
+        log.starts_over = True
+        yield log
 
 
 def find_recorded_run(

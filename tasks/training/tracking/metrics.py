@@ -84,6 +84,7 @@ class MetricsLog:
         "_is_failing",
         "_lock",
         "_models",
+        "_not_before",
         "_points",
         "_repeatable",
         "_steps",
@@ -104,8 +105,13 @@ class MetricsLog:
         """Read which steps are logged."""
         self.client, self.run_id, self.check_writer = client, run_id, check_writer
         self.file: MetricsFile | None = None
-        self._has_metrics = bool(client.get_run(run_id).data.metrics)
-        self._steps = {metric.step for metric in client.get_metric_history(run_id, STEP_KEY)}
+        run = client.get_run(run_id)
+        self._has_metrics = bool(run.data.metrics)
+        logged = client.get_metric_history(run_id, STEP_KEY)
+        self._steps = {metric.step for metric in logged}
+        # The newest point of a step counts, so points are never older than those of an earlier process, whose clock may
+        # have been ahead.
+        self._not_before = 1 + max([run.info.end_time or 0, *(metric.timestamp for metric in logged)])
         self._repeatable = set(self._steps)  # steps of earlier processes that this one has not repeated
         self.starts_over = False
         self._stored: dict[str, dict[int, Metric]] = {}  # points of each metric when it was first looked up
@@ -125,7 +131,7 @@ class MetricsLog:
         is_repeated = step in self._repeatable
         if step in self._steps and not is_repeated:
             return
-        now = int(time.time() * 1000)
+        now = self._now()
         with self._lock:
             model_id = self._models.pop(step, None)
             points = [
@@ -141,7 +147,7 @@ class MetricsLog:
     def log_unfinished(self, step: int, metrics: Mapping[str, float]) -> None:
         """Store metrics of a step that a resumed run will log; if MLflow does not respond, do nothing."""
         self.check_writer()
-        now = int(time.time() * 1000)
+        now = self._now()
         with suppress(MlflowException):
             points = [Metric(key, float(value), now, step) for key, value in metrics.items()]
             self.client.log_batch(self.run_id, metrics=points)
@@ -229,6 +235,9 @@ class MetricsLog:
         """Names of the metrics of training steps, without system metrics, whose steps count samples."""
         keys = self.client.get_run(self.run_id).data.metrics
         return [key for key in keys if not key.startswith(SYSTEM_PREFIX)]
+
+    def _now(self) -> int:
+        return max(int(time.time() * 1000), self._not_before)
 
     def _start_to_write(self) -> None:
         is_busy = self._writer is not None and self._writer.is_alive()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -131,20 +132,33 @@ def test_a_repeated_step_adds_its_costs_and_what_is_not_stored(mlflow_uri: str) 
         assert len(client.get_metric_history(run_id, key)) == number, key
 
 
+@pytest.mark.parametrize("clock_change_s", [0, -600])
 @pytest.mark.parametrize("starts_over", [True, False])
-def test_a_run_that_starts_over_replaces_other_values(starts_over: bool, mlflow_uri: str) -> None:
-    """Its data may have been corrected; a run with a checkpoint has checked that its data is the same."""
+def test_a_run_that_starts_over_replaces_other_values(
+    starts_over: bool, clock_change_s: int, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its data may have been corrected; a run with a checkpoint has checked that its data is the same.
+
+    Another machine may continue it, whose clock is behind.
+    """
     client = MlflowClient(mlflow_uri)
-    run_id = client.create_run(client.create_experiment(f"metrics-log-over-{starts_over}")).info.run_id
+    experiment = client.create_experiment(f"metrics-log-over-{starts_over}{clock_change_s}")
+    run_id = client.create_run(experiment).info.run_id
     killed = MetricsLog(client, run_id)
     for step in range(2):
-        killed.log(step, {"loss/total": 3.0, "optim/lr": 0.1, "time/step": 1.0})
+        killed.log(step, {"loss/total": 3.0, "optim/lr": 0.1, "time/step": 1.0, "cost/usd": 1.0})
+    killed.log_unfinished(2, {"cost/usd": 2.0})
     killed.flush()
+    client.set_terminated(run_id)
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + clock_change_s)
     again = MetricsLog(client, run_id)
     again.starts_over = starts_over
     again.log(0, {"loss/total": 3.0, "optim/lr": 0.1, "time/step": 2.0})
     again.log(1, {"loss/total": 2.5, "optim/lr": 0.1, "time/step": 2.0})
+    again.log(2, {"cost/usd": 3.0})
     again.flush()
+    assert again.values("cost/usd") == {0: 1.0, 1: 1.0, 2: 3.0}
     assert again.values("loss/total") == {0: 3.0, 1: 2.5 if starts_over else 3.0}
     assert again.values("time/step") == {0: 1.0, 1: 1.0}
     assert len(client.get_metric_history(run_id, "optim/lr")) == 2
