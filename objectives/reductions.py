@@ -30,10 +30,12 @@ def sum_by_datum(values_DT: Tensor, batch: Batch) -> Tensor:
     """
     if isinstance(batch, OneDatum):
         return batch.sum(values_DT)
+    if values_DT.shape == batch.target_tokens_DT.shape:
+        check_single_target(batch)
     if values_DT.shape != (batch.num_tokens,):
         raise ObjectiveError(
             f"values have the shape {tuple(values_DT.shape)}, but the batch has {batch.num_tokens} tokens; return one "
-            "value per token, and sum over the K targets if a position has several"
+            "value per token"
         )
     trained_DT = torch.where(batch.mask_DT, values_DT, 0.0)
     return torch.segment_reduce(trained_DT, "sum", offsets=batch.offsets_D, axis=0)
@@ -81,7 +83,8 @@ def check_single_target(batch: Batch) -> None:
     """
     if batch.target_tokens_DT.ndim != 1:
         raise ObjectiveError(
-            f"the batch has {batch.target_tokens_DT.shape[1]} targets per position, but this term reads one; disable it"
+            f"the batch has {batch.target_tokens_DT.shape[1]} targets per position, but this term reads one; disable "
+            "it, or in a term of your own sum over the targets"
         )
 
 
@@ -126,6 +129,8 @@ def reduce(value: Tensor, batch: Batch, reduction: Reduction) -> Tensor:
         return value.sum()
     if reduction == "none" and value.ndim == 0:
         return value
+    if value.shape == batch.target_tokens_DT.shape:
+        check_single_target(batch)
     if reduction == "none" or value.shape not in ((batch.num_tokens,), (batch.num_datums,)):
         raise ObjectiveError(
             f"the value has the shape {tuple(value.shape)} with the reduction {reduction!r}; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,11 +29,13 @@ class TeacherSequence:
         datum: one target per position; positions with weight 0 are not trained.
         top: teacher's most likely tokens at the trained positions; None to train on the targets of `datum`.
         drawn: True if the teacher sampled the targets from the distribution of `top`.
+        text_labels: text labels of the environment that the teacher's completion ran in.
     """
 
     datum: tinker.Datum
     top: TopK | None = None
     drawn: bool = False
+    text_labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_trained(self) -> bool:
@@ -51,7 +53,8 @@ class TeacherSequence:
         if self.top:
             data["top"] = _write(self.top.tokens_MK.numpy().astype("<i4"))
             data["probs"] = _write(self.top.probs_MK.numpy().astype("<f4"))
-        return data | {"drawn": self.drawn}
+        labels = {"text_labels": dict(self.text_labels)} if self.text_labels else {}
+        return data | {"drawn": self.drawn} | labels
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TeacherSequence:
@@ -64,12 +67,12 @@ class TeacherSequence:
             },
         )
         # Earlier releases stored no `drawn`, and probabilities renormalized over the top K.
-        drawn = data.get("drawn", False)
+        drawn, text_labels = data.get("drawn", False), data.get("text_labels", {})
         if "top" not in data:
-            return cls(datum, drawn=drawn)
+            return cls(datum, drawn=drawn, text_labels=text_labels)
         shape = (len(trained_positions(datum)), -1)
         top = TopK(_read(data["top"], "<i4").long().reshape(shape), _read(data["probs"], "<f4").reshape(shape))
-        return cls(datum, top, drawn)
+        return cls(datum, top, drawn, text_labels)
 
     def targets_and_weights(self) -> tuple[Tensor, Tensor]:
         """Targets and weights, each ``(T,)`` for hard and ``(T, K)`` for soft targets.

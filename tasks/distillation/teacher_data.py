@@ -19,7 +19,7 @@ from blocks.errors import ConfigError
 from blocks.storage import RunDirectory
 from objectives.batch import Batch
 from objectives.jsonl_cache import JsonlCache
-from objectives.labels import without_labels
+from objectives.labels import read_labels, read_text_labels, with_labels, without_labels
 from tasks.common.datum_cache import load_cache, save_cache
 from tasks.common.digests import digest_text
 from tasks.common.task import Pending, call, opaque_argument, step_task
@@ -126,8 +126,14 @@ class TeacherDataSource(BatchSource):
         # Only two steps are needed: the metrics of step - 2 are computed before this step is loaded.
         self._pending = {other: values for other, values in self._pending.items() if other == step - 1} | {step: flat}
         batch = call(pack_teacher_data, opaque_argument(flat), self._tokenizer)
+        labelled = [
+            _labelled(item, sequence)
+            for item, sequences in zip(items, sequences_I, strict=True)
+            for sequence in sequences
+        ]
         datasets = [item.dataset for item, sequences in zip(items, sequences_I, strict=True) for _ in sequences]
-        return replace(batch, labels_D={"dataset": torch.tensor(datasets)})
+        labels_D = {**batch.labels_D, **read_labels(labelled), "dataset": torch.tensor(datasets)}
+        return replace(batch, labels_D=labels_D, text_labels_D=read_text_labels(labelled))
 
     def _warn_of_untrained(self, step: int, num_sequences: int, num_trained: int) -> None:
         if num_trained < num_sequences and not self._has_warned:
@@ -189,8 +195,8 @@ class TeacherDataSource(BatchSource):
         pending = [self._start(item, step, index) for index, item in enumerate(items)]
         return [
             [
-                TeacherSequence(datum, drawn=group is not None and is_unbiased)
-                for datum in _hard_datums(item, group and group.result())
+                TeacherSequence(datum, drawn=group is not None and is_unbiased, text_labels=labels)
+                for datum, labels in _hard_datums(item, group and group.result())
             ]
             for item, group in zip(items, pending, strict=True)
         ]
@@ -219,17 +225,27 @@ def pack_teacher_data(sequences: Sequence[TeacherSequence], tokenizer: Tokenizer
     return pack_sequences(sequences, tokenizer)
 
 
-def _hard_datums(item: Item[TeacherInput], group: Group | None) -> list[tinker.Datum]:
-    """Datums of an item with the student's prompt."""
+def _hard_datums(item: Item[TeacherInput], group: Group | None) -> list[tuple[tinker.Datum, Mapping[str, str]]]:
+    """Datums of an item with the student's prompt, each with the text labels of its environment."""
     if isinstance(item.value, tinker.Datum):
-        return [without_labels(item.value)]
+        return [(without_labels(item.value), {})]
     if group is None or group.trajectories is None:
         return []
     trajectories = group.trajectories.trajectories_G
-    datums = [_supervised(datum) for trajectory in trajectories for datum in trajectory_to_data(trajectory, 0.0)]
+    labels_G = group.text_labels_G or ({},) * len(trajectories)
+    datums = [
+        (_supervised(datum), labels)
+        for trajectory, labels in zip(trajectories, labels_G, strict=True)
+        for datum in trajectory_to_data(trajectory, 0.0)
+    ]
     if isinstance(item.value, PromptGroup):
-        return [replace_prompt(item.value.student_prompt, datum) for datum in datums]
+        return [(replace_prompt(item.value.student_prompt, datum), labels) for datum, labels in datums]
     return datums
+
+
+def _labelled(item: Item[TeacherInput], sequence: TeacherSequence) -> tinker.Datum:
+    """Return a datum with the labels of a sequence, which for a given sequence are not in the cache."""
+    return item.value if isinstance(item.value, tinker.Datum) else with_labels(sequence.datum, sequence.text_labels)
 
 
 def _supervised(datum: tinker.Datum) -> tinker.Datum:

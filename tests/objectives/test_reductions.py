@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from ragged_batches import datums, make_batch, ragged
 
+from objectives.batch import Batch
 from objectives.errors import ObjectiveError
 from objectives.reductions import mean_by_datum, reduce, sum_by_datum, trained_datums
 
@@ -57,3 +58,13 @@ def test_other_shapes_raise(shape, reduction):
     batch, _ = make_batch([1, 2])
     with pytest.raises(ObjectiveError, match=r"shape \(.*\) with the reduction"):
         reduce(torch.zeros(shape), batch, reduction)
+
+
+def test_values_for_each_of_several_targets_raise():
+    batch = Batch(torch.zeros((3, 4)).long(), torch.ones((3, 4)), torch.tensor([0, 1, 3]))
+    for reduce_values in (
+        lambda: reduce(torch.zeros((3, 4)), batch, "sum"),
+        lambda: sum_by_datum(torch.zeros((3, 4)), batch),
+    ):
+        with pytest.raises(ObjectiveError, match="the batch has 4 targets per position, but this term reads one"):
+            reduce_values()

@@ -18,6 +18,7 @@ from blocks import RunStorage
 from blocks.errors import ConfigError
 from engine.tiny import byte_tokenizer
 from objectives.batch import Batch, unpack
+from objectives.labels import NONE, with_labels
 from tasks.common.task import inline_tasks
 from tasks.distillation.mixture import Mixture
 from tasks.distillation.prompts import PromptEnv, PromptGroup, Prompts
@@ -68,6 +69,24 @@ class Opaque(EnvGroupBuilder):
 
     async def make_envs(self) -> list[PromptEnv]:
         return [PromptEnv(PROMPT, [])]
+
+
+class RuledEnv(PromptEnv):
+    """Environment with a text label."""
+
+    text_labels: dict[str, str]
+
+
+class Ruled(EnvGroupBuilder):
+    """Group of one completion."""
+
+    def __init__(self, rules: str) -> None:
+        self.rules = rules
+
+    async def make_envs(self) -> list[PromptEnv]:
+        env = RuledEnv(PROMPT, [])
+        env.text_labels = {"rules": self.rules}
+        return [env]
 
 
 class Groups(RLDataset):
@@ -162,6 +181,28 @@ def test_rows_with_the_same_tokens_keep_their_own_weights(tmp_path: Path) -> Non
     rows = Rows(hard_datum([5, 6, 7], [0.0, 1.0, 0.0]), hard_datum([5, 6, 7], [0.0, 0.0, 1.0]))
     batch = load_batch(open_source(tmp_path, rows, top_k=0))
     assert [weights.tolist() for weights in unpack(batch.weights_DT, batch.offsets_D)] == [[1.0, 0.0], [0.0, 1.0]]
+
+
+def test_labels_and_prompts_of_given_sequences_are_kept(tmp_path: Path) -> None:
+    """The labels are not part of the cache; the prompts differ in their first token alone, which is no target."""
+    for rules in ("x=1", "x=2"):
+        rows = Rows(
+            with_labels(hard_datum([5, 6, 7], [0.0, 0.0, 1.0]), {"group": 3, "rules": rules}),
+            hard_datum([8, 6, 7], [0.0, 0.0, 1.0]),
+        )
+        batch = load_batch(open_source(tmp_path, rows, top_k=0))
+        first = [datum.model_input.to_ints()[0] for datum in batch.datums].index(5)
+        labels = {name: label_D.tolist() for name, label_D in batch.labels_D.items()}
+        assert labels == {"prompt": [0, 1], "group": [3, NONE] if first == 0 else [NONE, 3], "dataset": [0, 0]}
+        assert batch.text_labels_D == {"rules": (rules, "") if first == 0 else ("", rules)}
+        assert all(name in {"target_tokens", "weights"} for datum in batch.datums for name in datum.loss_fn_inputs)
+
+
+def test_text_labels_of_environments_are_stored_with_the_completions(tmp_path: Path) -> None:
+    for _ in range(2):  # the second source reads the stored completions
+        batch = load_batch(open_source(tmp_path, Groups(Ruled("x=1"), Ruled("x=2"))))
+        assert batch.text_labels_D == {"rules": ("x=1", "x=2")}
+    assert len((tmp_path / "run" / "taught.jsonl").read_text().splitlines()) == 1
 
 
 def test_a_step_without_a_trained_token_is_an_error(tmp_path: Path) -> None:
