@@ -87,6 +87,8 @@ class CostEstimate:
         parts: Bounds of each part of the cost; empty if an earlier run gives the cost.
         excluded: Costs that the bounds leave out, as phrases.
         first_step: First step; for a fork, the step of the checkpoint that it continues.
+        num_measured: Number of steps whose prompts are measured, if the other steps are assumed to have prompts of the
+            same length; 0 if no step is.
     """
 
     run_name: str
@@ -99,6 +101,7 @@ class CostEstimate:
     parts: Mapping[str, CostRange] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
     first_step: int = 0
+    num_measured: int = 0
 
 
 class PriceList(NamedTuple):
@@ -184,9 +187,14 @@ class Bill:
     _train: dict[tuple[str, str], int] = field(default_factory=dict)
     _sampled: dict[tuple[str, str], SampledTokens] = field(default_factory=dict)
 
-    def add(self, part: str, model: str, tokens: SampledTokens, times: int = 1) -> None:
+    def add(self, part: str, model: str, tokens: SampledTokens, times: float = 1) -> None:
         """Count the tokens of a sampler, `times` over."""
         self._sampled[part, model] = self._sampled.get((part, model), SampledTokens()) + tokens.times(times)
+
+    def add_probe(self, config: TrainConfig, teacher: TeacherConfig) -> None:
+        """Count the request that checks whether the first teacher's service can score the end of a sequence alone."""
+        if config.prompt_logprobs_last_n == "auto":
+            self.add("teachers", teacher_model(config, teacher), SampledTokens(3, 1, num_scoring_tokens=1))
 
     def add_training(self, part: str, model: str, num_tokens: int) -> None:
         """Count the tokens of passes of a training client."""

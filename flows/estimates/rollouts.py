@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from tinker_cookbook.rl.preference_envs import PairwisePreferenceGroupBuilder
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset
@@ -35,6 +36,9 @@ from tasks.preference.preference_models import verdict_tokens
 from tasks.rl.group_batches import GroupBatches
 from tasks.rl.rollout_source import build_environments
 
+# Groups that are measured at least, in whole steps; each has to open its environments.
+_NUM_MEASURED = 64
+
 SamplingMethod = RlConfig | OnPolicyConfig | SelfConfig
 
 
@@ -43,24 +47,24 @@ class RunSizes:
     """Sizes of a run's groups.
 
     Attributes:
-        steps_per_epoch: Steps per epoch.
-        step: Groups of the first step, by the teacher's model; without teachers, by the trained model.
-        trained: Groups of the first step that are trained on; without over-sampling, all of them.
+        num_measured: Number of steps whose groups are measured.
+        started: Groups of the measured steps, by the teacher's model; without teachers, by the trained model.
+        trained: Groups of the measured steps that are trained on; without over-sampling, all of them.
         held_out: Held-out groups, by teacher's model.
         evaluators: Evaluators of the config.
         has_unknown_judge: True if answers are compared by a model whose tokens are unknown.
     """
 
-    steps_per_epoch: int
-    step: Mapping[str, GroupSizes]
+    num_measured: int
+    started: Mapping[str, GroupSizes]
     trained: GroupSizes
     held_out: Mapping[str, GroupSizes]
     evaluators: EvaluatorSizes
     has_unknown_judge: bool = False
 
     @property
-    def all_of_step(self) -> GroupSizes:
-        return total(self.step.values())
+    def all_started(self) -> GroupSizes:
+        return total(self.started.values())
 
     @property
     def all_held_out(self) -> GroupSizes:
@@ -78,9 +82,8 @@ def estimate_rollouts(config: SamplingMethod, ignored: Sequence[str] = ()) -> Co
         ServiceError: The service does not respond.
     """
     prices = PriceList(config.model, service_url(config.base_url), config.budget.prices)
-    sizes = _sizes_of(config)
+    sizes, schedule = _sizes_of(config)
     with Objective.from_spec(config.objective) as objective:
-        schedule = schedule_of(config, sizes.steps_per_epoch)
         num_steps = len(schedule.steps)
         # A run that is shorter than the period between evaluations has too many evaluations per step.
         rarely = config.infrequent_eval_every if schedule.evaluates_rarely else 0
@@ -95,7 +98,15 @@ def estimate_rollouts(config: SamplingMethod, ignored: Sequence[str] = ()) -> Co
         excluded = tuple(_excluded(config, objective, sizes))
     low, high, parts = ranges(*bills)
     return CostEstimate(
-        config.run_name, config.model, num_steps, low, high, parts=parts, excluded=excluded, first_step=schedule.first
+        config.run_name,
+        config.model,
+        num_steps,
+        low,
+        high,
+        parts=parts,
+        excluded=excluded,
+        first_step=schedule.first,
+        num_measured=sizes.num_measured,
     )
 
 
@@ -104,42 +115,48 @@ def _count(
 ) -> Bill:
     """Count the tokens of a run whose completions have one token each, or the maximum."""
     length = config.rollout.max_tokens if is_high else 1
-    step, held_out, num_steps = sizes.trained, sizes.all_held_out, len(schedule.steps)
+    trained, held_out = sizes.trained, sizes.all_held_out
+    # The prompts of other steps are as long as those of the measured ones.
+    share = 1 / sizes.num_measured
+    of_all_steps = len(schedule.steps) * share
     refills = config.rollout.refill_rounds if is_high else 0
     # Groups that over-sampling cancels may have sampled nothing, or everything.
-    started = sizes.all_of_step if is_high else step
-    bill.add("rollouts", config.model, started.sampling(length), num_steps)
-    bill.add("rollouts", config.model, step.sampling(length), num_steps * refills)
+    started = sizes.all_started if is_high else trained
+    bill.add("rollouts", config.model, started.sampling(length), of_all_steps)
+    bill.add("rollouts", config.model, trained.sampling(length), of_all_steps * refills)
 
     # In the lower bound, dropped groups leave one rollout to train on.
-    num_batch_tokens = step.num_batch_tokens(length)
+    num_batch_tokens = trained.num_batch_tokens(length) * share
     is_dropped = isinstance(config, RlConfig) and (config.advantage.drop_constant or config.rollout.truncated == "mask")
     is_dropped = is_dropped or (isinstance(config, OnPolicyConfig) and config.hindsight is not None)
     if is_dropped and not is_high:
-        num_batch_tokens //= max(step.num_rollouts, 1)
+        num_batch_tokens = trained.num_batch_tokens(length) // max(trained.num_rollouts, 1)
     passes = [num_passes(objective, at, config.guards.needs_forward_pass) if is_high else 1 for at in schedule.steps]
     measured = sum(objective.measures_effects(at) for at in schedule.steps)
     # A final forward pass over the last batch checks the final weights.
-    bill.add_training("training", config.model, num_batch_tokens * (sum(passes) + measured + 1))
+    bill.add_training("training", config.model, round(num_batch_tokens * (sum(passes) + measured + 1)))
 
-    num_scores = num_steps if is_high or not is_dropped else 0
+    num_scores = len(schedule.steps) if is_high or not is_dropped else 0
     advantage = config.advantage if isinstance(config, RlConfig) else None
     has_penalty = bool(advantage and advantage.kl_coefficient)
     num_referenced = sum(has_penalty or objective.needs_at("ref_logprobs", at) for at in schedule.steps)
     if num_referenced:
-        bill.add("reference", reference_model(config), step.scoring(length), min(num_scores, num_referenced))
+        num_scored = min(num_scores, num_referenced)
+        bill.add("reference", reference_model(config), trained.scoring(length), num_scored * share)
     if config.compute_post_kl:
-        bill.add("compute_post_kl", config.model, step.scoring(length), num_scores)
+        bill.add("compute_post_kl", config.model, trained.scoring(length), num_scores * share)
     has_teacher = not isinstance(config, RlConfig)
-    for model, of_teacher in sizes.step.items() if has_teacher else ():
-        bill.add("teachers", model, of_teacher.scoring(length, by_teacher=True), num_scores)
+    for model, of_teacher in sizes.started.items() if has_teacher else ():
+        bill.add("teachers", model, of_teacher.scoring(length, by_teacher=True), num_scores * share)
+    if not isinstance(config, RlConfig):
+        bill.add_probe(config, config.datasets[0].teacher if isinstance(config, OnPolicyConfig) else config.teacher)
     num_evaluations = schedule.num_often
     bill.add("evaluations", config.model, held_out.sampling(length), num_evaluations)
     sizes.evaluators.add_to(bill, num_evaluations, schedule.num_rarely, is_high=is_high)
     num_text_tokens = length if is_high else 0  # the stop token is no part of the answer
     for part, groups, times in (
-        ("reward model", started, num_steps),
-        ("reward model", step, num_steps * refills),
+        ("reward model", started, of_all_steps),
+        ("reward model", trained, of_all_steps * refills),
         ("evaluations", held_out, num_evaluations),
     ):
         if groups.reward_model:
@@ -164,8 +181,8 @@ def _excluded(config: SamplingMethod, objective: Objective, sizes: RunSizes) -> 
         yield "terms of the objective on held-out groups"
 
 
-def _sizes_of(config: SamplingMethod) -> RunSizes:
-    """Build the environments and measure the groups of the first step and the held-out groups."""
+def _sizes_of(config: SamplingMethod) -> tuple[RunSizes, Schedule]:
+    """Build the environments, and measure the groups of the first steps and the held-out groups."""
     if isinstance(config, RlConfig):
         datasets = [GroupsConfig(environment=config.environment)]
     elif isinstance(config, OnPolicyConfig):
@@ -188,24 +205,37 @@ def _sizes_of(config: SamplingMethod) -> RunSizes:
                 num_parts=schedule.num_minibatches * schedule.num_substeps,
                 oversampling_factor=config.rollout.oversampling_factor,
             )
-            num_steps, first = batches.num_steps, {models[0]: list(batches.at(0))}
-            num_cancelled = len(first[models[0]]) - batches.num_trained if config.rollout.oversampling_factor > 1 else 0
+            steps_per_epoch, num_trained = batches.num_steps, batches.num_trained
+
+            def groups_at(step: int) -> list[tuple[str, EnvGroupBuilder]]:
+                return [(models[0], group) for group in batches.at(step)]
+
         else:
             weights = [dataset.weight for dataset in datasets]
             mixture = Mixture([train for train, _ in built], weights, config.batch_size, config.seed)
-            num_steps, first, num_cancelled = len(mixture), dict[str, list[EnvGroupBuilder]](), 0
-            for item in mixture.at(0):
-                first.setdefault(models[item.dataset], []).append(item.value)
+            steps_per_epoch, num_trained = len(mixture), None
+
+            def groups_at(step: int) -> list[tuple[str, EnvGroupBuilder]]:
+                return [(models[item.dataset], item.value) for item in mixture.at(step)]
+
+        run = schedule_of(config, steps_per_epoch)
+        steps: list[list[tuple[str, EnvGroupBuilder]]] = []
+        while len(steps) < len(run.steps) and sum(map(len, steps)) < _NUM_MEASURED:
+            steps.append(groups_at(run.steps[len(steps)]))
         held_out: dict[str, list[EnvGroupBuilder]] = {}
         for model, (_, test) in zip(models, built, strict=True):
             held_out.setdefault(model, []).extend(_groups_of(test) if test is not None else [])
-        step, test_sizes = (
-            {model: measure(groups) for model, groups in of_part.items()} for of_part in (first, held_out)
+        started: dict[str, list[EnvGroupBuilder]] = {}
+        for model, group in chain(*steps):
+            started.setdefault(model, []).append(group)
+        started_sizes, test_sizes = (
+            {model: measure(groups) for model, groups in of_part.items()} for of_part in (started, held_out)
         )
-        trained = total(step.values())
-        if num_cancelled:  # any group may be cancelled; assume the last ones
-            trained = measure(first[models[0]][:-num_cancelled])
-        return RunSizes(num_steps, step, trained, test_sizes, evaluators, _has_unknown_judge(first.values()))
+        trained = total(started_sizes.values())
+        if config.rollout.oversampling_factor > 1:  # any group may be cancelled; assume the last ones
+            trained = measure([group for groups in steps for _, group in groups[:num_trained]])
+        has_unknown_judge = _has_unknown_judge(started.values())
+        return RunSizes(len(steps), started_sizes, trained, test_sizes, evaluators, has_unknown_judge), run
 
 
 def _groups_of(dataset: RLDataset) -> list[EnvGroupBuilder]:

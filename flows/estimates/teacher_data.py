@@ -166,6 +166,7 @@ def _count(
 ) -> Bill:
     """Count the tokens of a run whose completions have one token each or, with `is_high`, the maximum."""
     length = config.rollout.max_tokens if is_high else 1
+    bill.add_probe(config, teacher_datasets(config)[0].teacher)
     for model, item in sizes.items.values():
         bill.add("teachers", model, item.teacher.sampling(length))
         if config.top_k:

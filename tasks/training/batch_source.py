@@ -75,8 +75,8 @@ class SampledTokens:
         counts = zip(astuple(self), astuple(other), strict=True)
         return SampledTokens(*(max(0, count - part) for count, part in counts))
 
-    def times(self, num: int) -> SampledTokens:
-        return SampledTokens(*(num * count for count in astuple(self)))
+    def times(self, num: float) -> SampledTokens:
+        return SampledTokens(*(round(num * count) for count in astuple(self)))
 
 
 class BatchSource(ABC):

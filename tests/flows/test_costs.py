@@ -49,7 +49,9 @@ def config_of(method: str, folder: Path, mlflow_uri: str, url: str, **changes: A
     prices = folder / "prices.json"
     row = {"tinker_id": "tiny", "prefill": "$4,000", "sample": "$900", "train": "$70", "cached_prefill": "$1,000"}
     prices.write_text(json.dumps([row]))
-    common = {"num_steps": 2, "eval_every": 2, "prompt_logprobs_last_n": "off", "budget": {"prices": str(prices)}}
+    # The run does not count the request by which it checks what a reference supports.
+    last_n = "off" if method == "rl" else "auto"
+    common = {"num_steps": 2, "eval_every": 2, "prompt_logprobs_last_n": last_n, "budget": {"prices": str(prices)}}
     common |= {"experiment": folder.name}
     common |= {"evaluators": [exact_match()]}
     if method == "rl":
@@ -57,6 +59,9 @@ def config_of(method: str, folder: Path, mlflow_uri: str, url: str, **changes: A
         return RlConfig.model_validate(fields | common | {"compute_post_kl": True} | changes)
     fields = distill_fields(folder, "distill-cost", mlflow_uri, url)
     data = [{"environment": environment(folder, teacher_prompt="Say nothing but letters.", group_size=2)}]
+    # The prompts of the steps differ in length.
+    rows = [json.dumps({"question": f"Say {'a' * (1 + number)}"}) for number in range(32)]
+    (folder / "train.jsonl").write_text("\n".join(rows))
     return OnPolicyConfig.model_validate(fields | {"datasets": data} | common | changes)
 
 
@@ -308,7 +313,7 @@ def test_costs_of_teacher_data(max_tokens: int, top_k: int, tmp_path: Path, engi
     data = environment(tmp_path, num_train=8, teacher_prompt="Say nothing but letters.", group_size=2)
     fields |= {"datasets": [{"environment": data}], "num_steps": 3, "eval_every": 2, "top_k": top_k}
     fields |= {"report": {"max_tokens": max_tokens}}
-    fields |= {"experiment": tmp_path.name, "rollout": {"max_tokens": max_tokens}, "prompt_logprobs_last_n": "off"}
+    fields |= {"experiment": tmp_path.name, "rollout": {"max_tokens": max_tokens}}
     config = OffPolicyConfig.model_validate(fields | {"budget": {"prices": price_table(tmp_path)}})
     expected = estimate_teacher_data(config)
     assert expected.like == ""
@@ -338,7 +343,7 @@ def test_costs_of_given_data(tmp_path: Path, engine_url: str, mlflow_uri: str) -
     data = sft_fields(tmp_path, "", "")["data"]
     data["params"]["common_config"]["max_length"] = 280
     fields |= {"datasets": [{"data": data}], "report": {"num_examples": 0}}
-    fields |= {"prompt_logprobs_last_n": "off", "budget": {"prices": price_table(tmp_path)}}
+    fields |= {"budget": {"prices": price_table(tmp_path)}}
     config = OffPolicyConfig.model_validate(fields)
     expected = estimate_teacher_data(config)
     before = engine_tokens(engine_url)
