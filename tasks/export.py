@@ -72,7 +72,8 @@ def build_merged(base_model: str, downloaded: Path, output: Path) -> None:
     """
     from tinker_cookbook import weights
 
-    with _building(output) as folder, _untied(base_folder(base_model), downloaded) as base:
+    original = base_folder(base_model)
+    with _building(output) as folder, _untied(original, downloaded) as base:
         weights.build_hf_model(base_model=str(base), adapter_path=str(downloaded), output_path=str(folder))
 
 

@@ -75,13 +75,16 @@ def file_lock(path: Path) -> Iterator[None]:
 
 
 def check_absent(path: Path) -> None:
-    """Check that nothing exists at the path of an output.
+    """Check that nothing exists at the path of an output, and that its folder exists or can be created.
 
     Raises:
-        StorageError: something exists there.
+        StorageError: something exists there, or a file is in place of its folder.
     """
     if path.exists():
         raise StorageError(f"{path} already exists: choose another output or remove it.")
+    existing = next(folder for folder in path.parents if folder.exists())
+    if not existing.is_dir():
+        raise StorageError(f"{path} cannot be created, because {existing} is a file: choose another output.")
 
 
 def missing_file_error(file: str, field: str) -> ConfigError:
