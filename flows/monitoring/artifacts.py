@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from contextvars import copy_context
@@ -28,6 +29,8 @@ from tasks.reports.tables import COLUMNS, format_figure, format_row, term_rows
 from tasks.training.tracking.metrics import MetricsLog
 
 EVERY_S = 2.0
+# The last update is tried again, because no later one makes up for it.
+_NUM_RETRIES, _RETRY_AFTER_S = 5, 1.0
 # Errors of Prefect's and MLflow's clients if a server is down or another program responds in its place.
 _TRANSIENT_ERRORS = (*TRANSIENT_ERRORS, MlflowException)
 
@@ -70,14 +73,17 @@ class RunPage:
             self._update_periodically()
 
     def _update_periodically(self) -> None:
-        while not self._ended.is_set():
+        num_retries = 0
+        while num_retries <= _NUM_RETRIES:
             with suppress(*_TRANSIENT_ERRORS), get_client(sync_client=True) as client:
                 self._link(client)
                 while not self._ended.is_set():
                     self._update(client)
                     self._ended.wait(EVERY_S)
                 self._update(client)
-            self._ended.wait(EVERY_S)
+                return
+            num_retries += self._ended.is_set()
+            time.sleep(_RETRY_AFTER_S)
 
     def _link(self, client: SyncPrefectClient) -> None:
         """Link to the MLflow run if MLflow has a web address."""

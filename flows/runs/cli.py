@@ -287,10 +287,13 @@ def silence_console_logs() -> None:
     """Limit the terminal to the progress bar and final messages; the Prefect UI has all logs and tracebacks."""
     from prefect.logging.handlers import PrefectConsoleHandler
 
+    from tasks.common.internals.prefect import resend_log_lines
+
     for handler in logging.getLogger().handlers:
         if isinstance(handler, PrefectConsoleHandler):
             handler.setLevel(logging.CRITICAL)
     # Prefect's logger of background threads has a handler of its own. `deliver_events` says what was not sent.
+    resend_log_lines()
     logging.getLogger("prefect._internal").setLevel(logging.CRITICAL)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     # It warns if the run continues in another process, which the run itself reports.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Self
 
@@ -12,10 +12,13 @@ from prefect import State
 from prefect._flow_run_suspension import FlowRunSuspensionRequest
 from prefect.context import FlowRunContext, SettingsContext
 from prefect.events.worker import EventsWorker
+from prefect.logging.handlers import APILogWorker, set_api_log_sink
 from pydantic import PrivateAttr
 
 # Attributes of an events worker that `send_events` reads.
 WORKER_ATTRIBUTES = ("_loop", "_task", "_queue")
+
+_LOG_PAUSES_S = (1.0, 3.0, 10.0, 0.0)  # after each attempt to send log lines
 
 
 def state_error(state: State[Any]) -> object:
@@ -72,16 +75,38 @@ def settings_serialized_once() -> Iterator[None]:
         yield
 
 
+class _LogWorker(APILogWorker):
+    """Worker that sends log lines again if the server fails; Prefect's own drops them and prints the error."""
+
+    num_lost = 0
+
+    async def _handle_batch(self, items: list[dict[str, Any]]) -> None:
+        for pause_s in _LOG_PAUSES_S:
+            with suppress(Exception):  # Prefect's own worker ignores any error, too
+                await self._client.create_logs(items)
+                return
+            await asyncio.sleep(pause_s)
+        self.num_lost += len(items)
+
+
+def resend_log_lines() -> None:
+    """Send log lines of this process again if the server fails; `send_events` counts those that it never accepted."""
+    set_api_log_sink(lambda line: _LogWorker.instance().send(line))
+
+
 def send_events(limit_s: float) -> int:
-    """Send Prefect's queued events and log lines; after `limit_s`, drop the rest and return their number.
+    """Send Prefect's queued events and log lines; after `limit_s`, drop the rest.
 
     At exit, Prefect would wait without a limit, even for a server that accepts a request and never answers.
+
+    Returns:
+        Number of events and log lines that the server did not accept.
     """
     workers: list[tuple[EventsWorker, asyncio.AbstractEventLoop | None, asyncio.Task[Any] | None]] = [
         (worker, worker._loop, worker._task) for worker in tuple(EventsWorker._instances.values())
     ]
     EventsWorker.drain_all(timeout=limit_s)
-    num_dropped = 0
+    num_dropped = sum(worker.num_lost for worker, _, _ in workers if isinstance(worker, _LogWorker))
     for worker, loop, task in workers:
         if loop and task and not task.done():
             num_dropped += max(worker._queue.qsize() - 1, 1)  # the queue ends with a stop marker

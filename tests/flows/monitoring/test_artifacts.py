@@ -175,8 +175,9 @@ def prefect_proxy(prefect_server: str) -> Iterator[Proxy]:
         deliver_events()  # before the proxy closes; later tests would wait for these events
 
 
-def drop_artifact_requests(proxy: Proxy, number: int) -> list[Armed]:
-    return [proxy.arm(Fault(0, 0.0, "prefect", "drop request", 0, 0.0), "/api/artifacts/") for _ in range(number)]
+def fail_artifact_requests(proxy: Proxy, number: int, action: str) -> list[Armed]:
+    """Fail the next requests that create an artifact. Prefect's client repeats a dropped one, but not one with 500."""
+    return [proxy.arm(Fault(0, 0.0, "prefect", action, 0, 0.0), "/api/artifacts/") for _ in range(number)]
 
 
 def wait_for_drops(drops: Sequence[Armed]) -> None:
@@ -195,11 +196,16 @@ def test_run_continues_when_the_prefect_server_drops_requests(
 
         @flow
         def train() -> Any:
-            drops = drop_artifact_requests(proxy, 2 if recovers else 1000)
+            drops = fail_artifact_requests(proxy, 2 if recovers else 1000, "drop request")
             with RunPage("dropped", 0, 2, log) as page:
                 wait_for_drops(drops[:2])
+                if recovers:
+                    wait_for_artifact(flow_run_id(), "progress-dropped", "0 of 2 steps")
+                    drops += fail_artifact_requests(proxy, 2, "500")  # of the last update
                 for metrics in STEPS:
                     page.advance(metrics)
+            if recovers:
+                assert all(drop.hit for drop in drops)
             return flow_run_id()
 
         run_id = train()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -41,3 +42,59 @@ def test_process_exits_although_the_server_does_not_respond(tmp_path: Path, serv
         text=True,
     )
     assert "did not accept 100 events" in process.stderr
+
+
+@pytest.mark.parametrize("num_failures", [1, 4])
+def test_log_lines_are_sent_again(tmp_path: Path, num_failures: int) -> None:
+    """The server answers 500 to the first requests."""
+    program = f"""
+        import json, threading
+        from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+        from prefect.logging.handlers import emit_api_log
+        from prefect.settings import PREFECT_API_URL, temporary_settings
+
+        from flows.monitoring.drain import deliver_events
+        from tasks.common.internals import prefect
+
+        class Server(BaseHTTPRequestHandler):
+            attempts = []
+
+            def do_GET(self):  # a token that older servers do not have
+                self.respond(404)
+
+            def do_POST(self):
+                lines = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                self.attempts.append([line["message"] for line in lines])
+                self.respond(500 if len(self.attempts) <= {num_failures} else 201)
+
+            def respond(self, status):
+                self.send_response(status)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *args):
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        prefect._LOG_PAUSES_S = (0.1, 0.1, 0.1, 0.0)
+        prefect.resend_log_lines()
+        with temporary_settings({{PREFECT_API_URL: f"http://127.0.0.1:{{server.server_port}}/api"}}):
+            line = {{"name": "prefect.flow_runs", "level": 20, "timestamp": "2026-01-01T00:00:00Z"}}
+            for message in ("first", "second"):
+                emit_api_log(line | {{"message": message}})
+            deliver_events(limit_s=30)
+        print(json.dumps(Server.attempts))
+    """
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={"PREFECT_HOME": str(tmp_path), "PATH": "", "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false"},
+        timeout=60,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert json.loads(process.stdout) == [["first", "second"]] * min(num_failures + 1, 4)
+    lost = "The Prefect server did not accept 2 events and log lines of this run: its UI lacks them.\n"
+    assert process.stderr == (lost if num_failures == 4 else "")
