@@ -33,7 +33,7 @@ from flows.runs.blocks import service_at, storage_at, tracking_at
 PACKAGE = "tinker-flows"
 TIMEOUT_S = 20.0
 MIN_FREE_GB = 2.0
-RECORDER_BATCH_SIZE = "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE"
+RECORDER = "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Check:
 
     Attributes:
         name: subject of the check.
-        ok: whether a run can start.
+        ok: whether the check passed.
         result: detected state; for a failed check, the problem and its fix.
     """
 
@@ -122,7 +122,8 @@ def _home() -> str:
 def _service(base_url: str) -> str:
     service = service_at(base_url)
     if service is None:
-        return "local: each run starts its own engine (TINKER_BASE_URL and TINKER_API_KEY are not set)"
+        reason = "base_url is local" if base_url else "TINKER_BASE_URL and TINKER_API_KEY are not set"
+        return f"local: each run starts its own engine ({reason})"
     name = f"The Tinker service at {service.resolved_url}"
     remedy = "set TINKER_BASE_URL or the config's base_url to a running service, or start one with `tinker-flows up`"
     check_reachable(name, f"{service.resolved_url}/api/v1/healthz", TIMEOUT_S, remedy)
@@ -154,7 +155,7 @@ def _prefect() -> str:
     batch_size = settings.get("server", {}).get("services", {}).get("task_run_recorder", {}).get("batch_size")
     warning = (
         f". It records task runs in batches of {batch_size} and may lose task runs of a busy run: start it with "
-        f"{RECORDER_BATCH_SIZE}=100"
+        f"{RECORDER}_BATCH_SIZE=100, {RECORDER}_READ_BATCH_SIZE=100 and {RECORDER}_FLUSH_INTERVAL=1"
     )
     return f"{url}, version {server_version}{warning if isinstance(batch_size, int) and batch_size < 100 else ''}"
 

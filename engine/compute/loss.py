@@ -80,7 +80,7 @@ class BoundLoss:
                 )
         for name in inputs.keys() - set(self.loss.inputs):  # clip thresholds: one number may apply to all targets
             if inputs[name].numel() == 1:
-                inputs[name] = inputs[name].expand(shape)
+                inputs[name] = inputs[name].reshape(()).expand(shape)
         for name, value in inputs.items():
             _check_values(value, f"{name} of datum {index}", shape)
         if inputs.keys() & {CLIP_LOW, CLIP_HIGH}:

@@ -21,7 +21,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.context import FlowRunContext
 
-from blocks.errors import LostRunError
+from blocks.errors import LostRunError, StorageError
 from tasks.common.service_errors import TRANSIENT_ERRORS
 from tasks.reports.html import artifact_key, escape_markdown
 from tasks.reports.summary import format_steps
@@ -38,9 +38,9 @@ _TRANSIENT_ERRORS = (*TRANSIENT_ERRORS, MlflowException)
 class RunPage:
     """Artifacts of a run's flow run; does nothing outside a flow run."""
 
-    def __init__(self, run_name: str, first: int, num_steps: int, log: MetricsLog) -> None:
+    def __init__(self, run_name: str, num_done: int, num_steps: int, log: MetricsLog) -> None:
         self._run_name, self._num_steps, self._log = run_name, num_steps, log
-        self._done, self._metrics = first, dict[str, float]()
+        self._done, self._metrics = num_done, dict[str, float]()
         self._sent: dict[str, tuple[UUID, tuple[str | float, str]]] = {}
         self._ended = threading.Event()
         context = FlowRunContext.get()
@@ -75,13 +75,18 @@ class RunPage:
     def _update_periodically(self) -> None:
         num_retries = 0
         while num_retries <= _NUM_RETRIES:
-            with suppress(*_TRANSIENT_ERRORS), get_client(sync_client=True) as client:
-                self._link(client)
-                while not self._ended.is_set():
+            try:
+                with get_client(sync_client=True) as client:
+                    self._link(client)
+                    while not self._ended.is_set():
+                        self._update(client)
+                        self._ended.wait(EVERY_S)
                     self._update(client)
-                    self._ended.wait(EVERY_S)
-                self._update(client)
-                return
+                    return
+            except LostRunError:
+                raise
+            except (*_TRANSIENT_ERRORS, StorageError):
+                pass  # try again below
             num_retries += self._ended.is_set()
             time.sleep(_RETRY_AFTER_S)
 

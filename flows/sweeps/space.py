@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from flows.config.loader import name_entries, set_field
@@ -28,6 +29,7 @@ class Dimension:
     """Dimension of the search space: a list of options, or a range of the field `name`.
 
     Attributes:
+        name: dotted path of the field as the config writes it, or a label such as that of an ablation.
         path: the varied field, with the entries of lists by name; empty for several fields.
     """
 
@@ -72,7 +74,7 @@ def apply(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     """Override fields of a base config, by dotted path; return the new fields.
 
     Raises:
-        ConfigError: A path does not exist.
+        ConfigError: A path names an entry that a list lacks, or goes through a plain value.
     """
     fields = copy.deepcopy(dict(base))
     for path, value in overrides.items():
@@ -90,8 +92,12 @@ def _option(path: str, value: Any) -> Option:
 def _grid(values: Range) -> Sequence[int | float]:
     """Return `num` values of a range, including its ends; for integers, fewer if some of them coincide.
 
-    >>> _grid(Range(low=1, high=100, log=True, num=3)), _grid(Range(low=0.0, high=1.0, num=3))
-    ([1, 10, 100], [0.0, 0.5, 1.0])
+    Other values between the ends are rounded to six digits, unless they would lose their order.
+
+    >>> _grid(Range(low=1, high=100, log=True, num=3)), _grid(Range(low=0.0, high=1.0, num=4))
+    ([1, 10, 100], [0.0, 0.333333, 0.666667, 1.0])
+    >>> _grid(Range(low=1000000.5, high=1000001.0, num=3))
+    [1000000.5, 1000000.75, 1000001.0]
     """
     fractions = [i / (values.num - 1) for i in range(values.num)]
     if values.log:
@@ -101,4 +107,6 @@ def _grid(values: Range) -> Sequence[int | float]:
         grid = [values.low + fraction * (values.high - values.low) for fraction in fractions]
     if isinstance(values.low, int) and isinstance(values.high, int):
         return list(dict.fromkeys(round(value) for value in grid))
-    return [float(f"{value:.6g}") for value in grid[:-1]] + [float(values.high)]
+    grid[0], grid[-1] = float(values.low), float(values.high)
+    rounded = [grid[0], *(float(f"{value:.6g}") for value in grid[1:-1]), grid[-1]]
+    return rounded if all(a < b for a, b in pairwise(rounded)) else grid

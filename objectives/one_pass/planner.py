@@ -79,7 +79,7 @@ class _Traced:
 
 
 class OnePass:
-    """Decision whether the steps of an objective take one pass, and the loss of each step on one service client.
+    """Decides whether the steps of an objective take one pass, and provides the service's loss of each step.
 
     The first step uploads the loss with all terms. Each set of terms that are due at the same step has its own loss,
     uploaded at the first such step; a base loss that the service has by name is not uploaded. The weights of a step are
@@ -183,6 +183,7 @@ class OnePass:
             changed = "; gradients differ from those of the earlier steps by up to 1e-6" if previous_passes == 1 else ""
             self._notes.append(f"A step takes two passes of the service, because {error}{changed}.")
             objective.passes = 2
+            self._traced = dict.fromkeys(self._traced)  # batches with other inputs take two passes, too
             return None
         objective.passes = 1
         self._notes.append("A step takes one pass of the service: the base loss and every term can be traced.")

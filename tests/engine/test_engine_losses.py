@@ -206,8 +206,9 @@ def test_clip_thresholds_of_a_datum_are_checked(bounds: dict[str, list[float]], 
     inputs = {name: torch.ones(3) for name in POLICY} | {name: torch.tensor(value) for name, value in bounds.items()}
     with pytest.raises(RequestError, match=re.escape(message)):
         loss.prepare(Datum(tokens, tokens, inputs), 1)
-    equal = {name: torch.ones(3) for name in POLICY} | {"clip_low_threshold": torch.tensor([1.2])}
-    loss.prepare(Datum(tokens, tokens, equal), 1)
+    for one_number in (torch.tensor([1.2]), torch.tensor([[1.2]])):
+        equal = {name: torch.ones(3) for name in POLICY} | {"clip_low_threshold": one_number}
+        loss.prepare(Datum(tokens, tokens, equal), 1)
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,18 @@ import itertools
 import logging
 from collections.abc import Sequence
 from contextvars import ContextVar, copy_context
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import tinker
 import torch
 from engine_process import EngineProcess
+from ragged_batches import make_batch
 from torch import Tensor
 
 from objectives import Objective, ObjectiveError, ObjectiveSpec, OnePass, forward_backward_regularized, regularizer
+from objectives.errors import UntraceableError
 
 # With a small epsilon, the last bit of a gradient near 0 would change an entire update.
 ADAM = tinker.AdamParams(learning_rate=0.02, eps=1.0)
@@ -229,6 +232,28 @@ def test_a_term_that_changes_after_tracing_fails_the_run(service: tinker.Service
     """The term returns other values at the first step than while it is traced and verified."""
     with pytest.raises(ObjectiveError, match=r"At step 0 the service's loss was .* so a term depends on more"):
         run(new_client(service), OnePass(Objective(regularizers=[{"fn": moody}]), service))
+
+
+def test_inputs_that_cannot_be_traced_end_the_one_pass_of_all_inputs(
+    service: tinker.ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run would take two passes at every step."""
+
+    def refuse(*_: object) -> None:
+        raise UntraceableError("a term reads the reference")
+
+    one_pass = OnePass(Objective(regularizers=[{"name": "l1"}]), service)
+    batch, outputs = make_batch([2, 3])
+    with_reference = replace(outputs, ref_logprobs_DT=outputs.logprobs_DT)
+    assert one_pass.loss_at(0, outputs, batch) is not None
+    monkeypatch.setattr("objectives.one_pass.planner.trace_terms", refuse)
+    assert one_pass.loss_at(1, with_reference, batch) is None
+    assert one_pass.loss_at(2, outputs, batch) is None
+    assert one_pass.objective.passes == 2
+    assert [note.split(",")[0] for note in one_pass.pop_notes()] == [
+        "A step takes one pass of the service: the base loss and every term can be traced.",
+        "A step takes two passes of the service",
+    ]
 
 
 def test_a_resumed_objective_keeps_its_number_of_passes(service: tinker.ServiceClient) -> None:
