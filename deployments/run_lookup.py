@@ -73,7 +73,7 @@ def find_run(run_name: str, storage: str) -> StoredRun:
         names = run_storage.run_names()
         place = directory.location.removesuffix(run_name)
         if not names:
-            raise ConfigError(f"Run {run_name!r} does not exist in {place}, which is empty. Use another --storage.")
+            raise ConfigError(f"Run {run_name!r} does not exist in {place}, which has no runs. Use another --storage.")
         stored = f"{', '.join(names[:20])}{' and others' if len(names) > 20 else ''}"
         raise ConfigError(
             f"Run {run_name!r} does not exist in {place}, which contains {stored}"
@@ -155,7 +155,7 @@ def report_of(
 
 
 def _targets(fields: Mapping[str, Any]) -> dict[str, TargetSpec]:
-    """Return the targets in a config by the prefix of their metrics."""
+    """Return the targets in a config by the name of their term, or by `reward/<name>`."""
     terms: list[dict[str, Any]] = (fields.get("objective") or {}).get("regularizers") or []
     rewards: dict[str, dict[str, Any]] = fields.get("rewards") or {}
     targets = {term["name"]: term.get("target") for term in terms}
@@ -186,7 +186,8 @@ def compare_runs(first: str, second: str, storage: str) -> str:
 
 
 def _check_ended(run: StoredRun) -> None:
-    # On S3, the lease of a killed writer looks alive for a while, so the page waits for it when it is written.
+    # On S3, the lease of a killed writer looks alive for a while. Locking the directory, before the page is written,
+    # waits until the lease has expired.
     if isinstance(run.directory, LocalDirectory) and (writer := run.directory.writer()):
         command = f"tinker-flows status {shlex.quote(run.name)}{storage_option(run.name, run.directory.location)}"
         raise StorageError(

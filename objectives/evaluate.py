@@ -19,7 +19,7 @@ from objectives.batch import TOPK, Batch, Outputs
 from objectives.errors import NotFiniteError, ObjectiveError, exit_call, place_in_user_code
 from objectives.estimators import ESTIMATORS, choose_estimator, num_compared, num_prompts
 from objectives.event_loop import wait_for
-from objectives.gradients.diagnostics import ROW_METRICS, all_finite
+from objectives.gradients.diagnostics import RESERVED_TERM_METRICS, all_finite
 from objectives.losses import cross_entropy
 from objectives.reductions import mean_by_datum, reduce
 from objectives.term import BASE, Regularizer, definition_of, own_params
@@ -165,7 +165,7 @@ def _split(returned: object, is_monitor: bool) -> tuple[object, dict[str, float]
             pass
         case _:
             value, metrics = returned, {}
-    if reserved := ROW_METRICS & metrics.keys():
+    if reserved := RESERVED_TERM_METRICS & metrics.keys():
         raise ObjectiveError(f"its metric names {', '.join(sorted(reserved))} are reserved; rename them")
     if invalid := [key for key in metrics if not (isinstance(key, str) and _METRIC.fullmatch(key))]:
         raise ObjectiveError(

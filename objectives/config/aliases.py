@@ -299,6 +299,7 @@ NAMES: Mapping[str, str] = {
     "objectives.collapse:FIGURES": "objectives.gradients.alerts:PREFERENCE_METRICS",
     "objectives.collapse:Collapse": "objectives.gradients.alerts:CollapseCheck",
     "objectives.collapse:collapses": "objectives.gradients.alerts:check_collapses",
+    "objectives.diagnostics:ROW_METRICS": "objectives.gradients.diagnostics:RESERVED_TERM_METRICS",
     "objectives.execution.respond:FUNCTIONS": "objectives.execution.runner:FUNCTIONS",
     "objectives.form:limits_beside_unions": "objectives.config.json_schema:move_limits_out_of_unions",
     "objectives.kept:CorruptKeptError": "objectives.jsonl_cache:CorruptCacheError",

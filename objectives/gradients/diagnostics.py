@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # Names of the metrics `term/<name>/...` that runs compute; a term's own metrics need other names.
-ROW_METRICS = frozenset(
+RESERVED_TERM_METRICS = frozenset(
     (
         "value",
         "weight",
@@ -38,7 +38,8 @@ class GradientStats:
         norms_K: L2 norm of each unweighted gradient.
         weighted_norms_K: norm of each weighted gradient.
         shares_K: weighted norm divided by the sum of all weighted norms, including the base loss's; in [0, 1], with
-            sum 1. Shares measure the strength of each term; the cosines measure the directions.
+            sum 1, or all 0 if every gradient is zero. Shares measure the strength of each term; the cosines measure the
+            directions.
         cosines_KK: cosine of each pair of gradients, in [-1, 1]; negative for a conflict, 0 if a gradient is zero.
     """
 

@@ -34,7 +34,7 @@ from objectives.batch import Batch
 from objectives.labels import find_prompts, number_equal, without_labels
 from objectives.losses.cross_entropy import weights_cancel
 from tasks.common.builders import NO_RESOURCES, data_errors, import_builder, import_object
-from tasks.common.internals.cookbook import count_bytes, find_text
+from tasks.common.internals.cookbook import count_bytes, text_token_mask
 from tasks.common.service_errors import service_errors
 from tasks.common.task import retried_task
 from tasks.common.tokenizers import TokenizedEvaluator, lock_tokenizers
@@ -395,7 +395,7 @@ class _Text(NamedTuple):
 
 def _text(tokens: tinker.TensorData, weights: tinker.TensorData, tokenizer: Tokenizer) -> _Text:
     ids = [int(token) for token in tokens.data]
-    is_text = find_text(ids, tokenizer)
+    is_text = text_token_mask(ids, tokenizer)
     counted = [weight > 0 and is_counted for weight, is_counted in zip(weights.data, is_text, strict=True)]
     return _Text(torch.tensor(counted, dtype=torch.bool), count_bytes(ids, counted, tokenizer))
 

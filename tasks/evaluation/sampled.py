@@ -67,7 +67,7 @@ class SampledEvaluator(GradedEvaluator):
     def __post_init__(self) -> None:
         """Validate `pass_at` and read the problems, so that errors surface before a run starts."""
         check_pass_at(self.pass_at, self.sampling.num_samples)
-        assert self.rows  # reads the file
+        _ = self.rows  # reads the file
 
     @cached_property
     def rows(self) -> list[dict[str, str]]:
@@ -107,7 +107,7 @@ class SampledEvaluator(GradedEvaluator):
 
 @dataclass(frozen=True, kw_only=True)
 class ExactMatch(SampledEvaluator):
-    """Share of answers that a grader accepts, to the questions of a JSONL file with `question` and `answer`.
+    """Share of answers that a grader accepts. Each row of the JSONL file has a `question` and an `answer`.
 
     Attributes:
         grader: import path of a function ``(answer, expected) -> bool``; the default compares the final numbers.
@@ -120,10 +120,10 @@ class ExactMatch(SampledEvaluator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        assert self.is_right  # imports the grader
+        _ = self.grader_function  # imports the grader
 
     @cached_property
-    def is_right(self) -> Callable[[str, str], bool]:
+    def grader_function(self) -> Callable[[str, str], bool]:
         """Imported grader."""
         return import_function(self.grader, "grader")
 
@@ -132,14 +132,14 @@ class ExactMatch(SampledEvaluator):
 
     async def grade(self, answer: Answer, row: Mapping[str, str]) -> Graded:
         try:
-            return Graded(bool(self.is_right(answer.text, row["answer"])), answer.truncated)
+            return Graded(bool(self.grader_function(answer.text, row["answer"])), answer.truncated)
         except Exception as error:  # user code called with sampled text
             raise ConfigError(f"The grader {self.grader} failed ({type(error).__name__}: {error}): fix it.") from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodeTests(SampledEvaluator):
-    """Share of correct functions for a JSONL file with `prompt`, `test` and `entry_point`, as in HumanEval.
+    """Share of functions that pass their tests. Each row of the JSONL file has the fields of HumanEval.
 
     Attributes:
         limits: resource limits of the code.
@@ -153,7 +153,8 @@ class CodeTests(SampledEvaluator):
     limits: Limits = field(default_factory=Limits)
 
     def question(self, row: Mapping[str, str]) -> str:
-        return f"{self.instruction}\n\n```python\n{row['prompt']}```"
+        prompt = row["prompt"].removesuffix("\n")
+        return f"{self.instruction}\n\n```python\n{prompt}\n```"
 
     async def grade(self, answer: Answer, row: Mapping[str, str]) -> Graded:
         passed, outcome = await run_tests_async(answer.text, row, self.limits)

@@ -153,7 +153,7 @@ def test_allowed_modules_do_not_lend_their_functions_and_imports(path: str) -> N
 @pytest.mark.usefixtures("restricted")
 def test_own_modules_and_named_ones_are_allowed(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert takes("data", "examples.gsm8k:Gsm8kBuilder", {}, "common_config")
-    assert ExactMatch(path=ROWS, renderer_name="x").is_right("4", "#### 4")
+    assert ExactMatch(path=ROWS, renderer_name="x").grader_function("4", "#### 4")
     assert build_judge("tasks.preference.judges:by_answer", {})
     assert find_flow("sft").module == "flows.sft"
     assert make_simulation("examples.term_data:miss").regularizers

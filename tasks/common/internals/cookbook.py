@@ -25,7 +25,7 @@ _LOADING = Lock()
 
 @cache
 def guard_tokenizers() -> None:
-    """Let the run of a deployment load the tokenizer of a local folder without running the code in the folder."""
+    """Replace tinker-cookbook's loader of tokenizers: in a deployment's run, it runs no code of a local folder."""
     tokenizer_utils._get_hf_tokenizer = _guarded_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -62,7 +62,7 @@ def was_truncated(metrics: dict[str, float | int]) -> bool:
     return bool(metrics.get(METRIC_MAX_TOKENS_REACHED) or metrics.get(METRIC_CONTEXT_OVERFLOW))
 
 
-def find_text(tokens: Sequence[int], tokenizer: Tokenizer) -> list[bool]:
+def text_token_mask(tokens: Sequence[int], tokenizer: Tokenizer) -> list[bool]:
     """Return which tokens `compute_bpb` counts: all but special ones."""
     special = _special_token_ids(tokenizer)
     return [not _is_special_token(token, tokenizer, special) for token in tokens]
@@ -75,7 +75,7 @@ def count_bytes(tokens: Sequence[int], counted: Sequence[bool], tokenizer: Token
 
 @contextmanager
 def local_datasets(builder: BenchmarkBuilder, directory: Path) -> Iterator[None]:
-    """Let a benchmark load its dataset from a local directory inside this block. One thread at a time is in a block.
+    """Let a benchmark load its dataset from a local directory inside this block. A lock admits one thread at a time.
 
     A benchmark calls `load_benchmark_dataset` with a name on the hub and has no parameter for a directory, so the block
     replaces the function in the module of the benchmark.
