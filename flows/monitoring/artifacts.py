@@ -30,7 +30,7 @@ from tasks.training.tracking.metrics import MetricsLog
 
 EVERY_S = 2.0
 # The last update is tried again, because no later one makes up for it.
-_NUM_RETRIES, _RETRY_AFTER_S = 5, 1.0
+_NUM_RETRIES, _RETRY_AFTER_S = 4, 1.0
 # Errors of Prefect's and MLflow's clients if a server is down or another program responds in its place.
 _TRANSIENT_ERRORS = (*TRANSIENT_ERRORS, MlflowException)
 
@@ -87,8 +87,9 @@ class RunPage:
                 raise
             except (*_TRANSIENT_ERRORS, StorageError):
                 pass  # try again below
-            num_retries += self._ended.is_set()
-            time.sleep(_RETRY_AFTER_S)
+            if self._ended.wait(EVERY_S):
+                num_retries += 1
+                time.sleep(_RETRY_AFTER_S)
 
     def _link(self, client: SyncPrefectClient) -> None:
         """Link to the MLflow run if MLflow has a web address."""

@@ -292,9 +292,10 @@ def silence_console_logs() -> None:
     for handler in logging.getLogger().handlers:
         if isinstance(handler, PrefectConsoleHandler):
             handler.setLevel(logging.CRITICAL)
-    # Prefect's logger of background threads has a handler of its own. `deliver_events` says what was not sent.
     resend_log_lines()
-    logging.getLogger("prefect._internal").setLevel(logging.CRITICAL)
+    # Prefect's logger of background threads ignores its level. `deliver_events` says what was not sent.
+    for handler in logging.getLogger("prefect._internal").handlers:
+        handler.setLevel(logging.CRITICAL)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     # It warns if the run continues in another process, which the run itself reports.
     logging.getLogger("mlflow.system_metrics").setLevel(logging.ERROR)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Self
 
+from httpx import HTTPStatusError
 from prefect import State
 from prefect._flow_run_suspension import FlowRunSuspensionRequest
 from prefect.context import FlowRunContext, SettingsContext
@@ -18,7 +19,7 @@ from pydantic import PrivateAttr
 # Attributes of an events worker that `send_events` reads.
 WORKER_ATTRIBUTES = ("_loop", "_task", "_queue")
 
-_LOG_PAUSES_S = (1.0, 3.0, 10.0, 0.0)  # after each attempt to send log lines
+_LOG_PAUSES_S = (0.5, 2.0, 5.0, 0.0)  # after each attempt to send log lines
 
 
 def state_error(state: State[Any]) -> object:
@@ -78,15 +79,20 @@ def settings_serialized_once() -> Iterator[None]:
 class _LogWorker(APILogWorker):
     """Worker that sends log lines again if the server fails; Prefect's own drops them and prints the error."""
 
-    num_lost = 0
+    num_unsent = 0  # lines that are lost or being sent
 
     async def _handle_batch(self, items: list[dict[str, Any]]) -> None:
+        self.num_unsent += len(items)
         for pause_s in _LOG_PAUSES_S:
-            with suppress(Exception):  # Prefect's own worker ignores any error, too
+            try:
                 await self._client.create_logs(items)
+            except Exception as error:  # noqa: BLE001 - Prefect's own worker ignores any error, too
+                if isinstance(error, HTTPStatusError) and error.response.is_client_error:
+                    return
+                await asyncio.sleep(pause_s)
+            else:
+                self.num_unsent -= len(items)
                 return
-            await asyncio.sleep(pause_s)
-        self.num_lost += len(items)
 
 
 def resend_log_lines() -> None:
@@ -106,9 +112,11 @@ def send_events(limit_s: float) -> int:
         (worker, worker._loop, worker._task) for worker in tuple(EventsWorker._instances.values())
     ]
     EventsWorker.drain_all(timeout=limit_s)
-    num_dropped = sum(worker.num_lost for worker, _, _ in workers if isinstance(worker, _LogWorker))
+    num_dropped = 0
     for worker, loop, task in workers:
+        num_unsent = worker.num_unsent if isinstance(worker, _LogWorker) else 0
+        num_dropped += num_unsent
         if loop and task and not task.done():
-            num_dropped += max(worker._queue.qsize() - 1, 1)  # the queue ends with a stop marker
+            num_dropped += max(worker._queue.qsize() - 1, 0 if num_unsent else 1)  # the queue ends with a stop marker
             loop.call_soon_threadsafe(task.cancel)
     return num_dropped

@@ -37,6 +37,7 @@ SYSTEM_PREFIX = "system/"
 # One batched write takes half the processor time of separate ones; steps slower than this are written at once.
 _WRITE_EVERY_S = 0.5
 _MAX_POINTS = 1000  # MLflow's limit per write
+_SILENT_S = 10.0  # time after which the user learns that a run waits for MLflow
 
 
 def metric_values(client: MlflowClient, run_id: str, key: str) -> dict[int, float]:
@@ -209,6 +210,9 @@ class MetricsLog:
             ServiceError: MLflow did not store a write, which the next call tries again.
             StorageError: metrics.jsonl cannot be written, or another process has taken over the run.
         """
+        notice = threading.Timer(_SILENT_S, _print, ["MLflow does not respond; the run waits for it."])
+        notice.daemon = True
+        notice.start()
         try:
             try:
                 self._write()
@@ -220,6 +224,7 @@ class MetricsLog:
                 "fix the tracking server or its disk and start the same command again."
             ) from error
         finally:
+            notice.cancel()
             if self.file:
                 self.file.flush()
 
@@ -250,8 +255,7 @@ class MetricsLog:
             self._write()
         except MlflowException as error:  # `flush` tries again and raises the error
             if not self._is_failing:
-                text = f"MLflow did not store metrics ({_first_line(error)}); trying again."
-                tqdm.write(escape_terminal(text), file=sys.stderr)
+                _print(f"MLflow did not store metrics ({_first_line(error)}); trying again.")
             self._is_failing = True
         except StorageError:
             return  # `flush` raises it
@@ -301,7 +305,8 @@ class MetricsLog:
         new: list[Metric] = []
         for point in points:
             stored = self._stored.get(point.key, {}).get(point.step)
-            if stored is None or (self.starts_over and _is_other(point, stored)):
+            # A run that starts over logs a step as complete again, so that the next start knows the newest timestamp.
+            if stored is None or (self.starts_over and (point.key == STEP_KEY or _is_other(point, stored))):
                 new.append(point)
             elif self.starts_over and point.model_id:  # link the stored point; the run gets no further one
                 new.append(Metric(point.key, stored.value, stored.timestamp, point.step, point.model_id))
@@ -316,7 +321,13 @@ def _is_other(point: Metric, stored: Metric) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
+    # SQLAlchemy puts a remark about the moment of the error before its cause.
+    lines = [line for line in str(error).splitlines() if not line.startswith("(raised as a result of Query-invoked")]
+    return (lines or [""])[0][:200]
+
+
+def _print(text: str) -> None:
+    tqdm.write(escape_terminal(text), file=sys.stderr)
 
 
 @step_task(name="metrics", task_run_name="metrics-{step}")

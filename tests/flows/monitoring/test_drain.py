@@ -44,9 +44,15 @@ def test_process_exits_although_the_server_does_not_respond(tmp_path: Path, serv
     assert "did not accept 100 events" in process.stderr
 
 
-@pytest.mark.parametrize("num_failures", [1, 4])
-def test_log_lines_are_sent_again(tmp_path: Path, num_failures: int) -> None:
-    """The server answers 500 to the first requests."""
+@pytest.mark.parametrize(
+    ("status", "num_failures", "pause_s", "num_attempts", "num_lost"),
+    [(500, 1, 0.1, 2, 0), (500, 9, 0.1, 4, 2), (422, 9, 0.1, 1, 2), (500, 9, 60.0, 1, 2)],
+    ids=["one error", "errors", "rejected", "out of time"],
+)
+def test_log_lines_are_sent_again(
+    tmp_path: Path, status: int, num_failures: int, pause_s: float, num_attempts: int, num_lost: int
+) -> None:
+    """The server answers the first requests with an error; one that rejects the lines would do so again."""
     program = f"""
         import json, threading
         from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -55,6 +61,7 @@ def test_log_lines_are_sent_again(tmp_path: Path, num_failures: int) -> None:
         from prefect.settings import PREFECT_API_URL, temporary_settings
 
         from flows.monitoring.drain import deliver_events
+        from flows.runs.cli import silence_console_logs
         from tasks.common.internals import prefect
 
         class Server(BaseHTTPRequestHandler):
@@ -66,7 +73,7 @@ def test_log_lines_are_sent_again(tmp_path: Path, num_failures: int) -> None:
             def do_POST(self):
                 lines = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 self.attempts.append([line["message"] for line in lines])
-                self.respond(500 if len(self.attempts) <= {num_failures} else 201)
+                self.respond({status} if len(self.attempts) <= {num_failures} else 201)
 
             def respond(self, status):
                 self.send_response(status)
@@ -78,13 +85,13 @@ def test_log_lines_are_sent_again(tmp_path: Path, num_failures: int) -> None:
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        prefect._LOG_PAUSES_S = (0.1, 0.1, 0.1, 0.0)
-        prefect.resend_log_lines()
+        prefect._LOG_PAUSES_S = ({pause_s}, 0.1, 0.1, 0.0)
+        silence_console_logs()
         with temporary_settings({{PREFECT_API_URL: f"http://127.0.0.1:{{server.server_port}}/api"}}):
             line = {{"name": "prefect.flow_runs", "level": 20, "timestamp": "2026-01-01T00:00:00Z"}}
             for message in ("first", "second"):
                 emit_api_log(line | {{"message": message}})
-            deliver_events(limit_s=30)
+            deliver_events(limit_s=5)
         print(json.dumps(Server.attempts))
     """
     process = subprocess.run(
@@ -95,6 +102,6 @@ def test_log_lines_are_sent_again(tmp_path: Path, num_failures: int) -> None:
         capture_output=True,
         text=True,
     )
-    assert json.loads(process.stdout) == [["first", "second"]] * min(num_failures + 1, 4)
-    lost = "The Prefect server did not accept 2 events and log lines of this run: its UI lacks them.\n"
-    assert process.stderr == (lost if num_failures == 4 else "")
+    assert json.loads(process.stdout) == [["first", "second"]] * num_attempts
+    lost = f"The Prefect server did not accept {num_lost} events and log lines of this run: its UI lacks them.\n"
+    assert process.stderr == (lost if num_lost else "")

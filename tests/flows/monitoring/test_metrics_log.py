@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,34 @@ def test_fast_steps_are_written_together(mlflow_uri: str, monkeypatch: pytest.Mo
     history = log.history()
     assert len(history) == 301
     assert all([step for step, _ in points] == list(range(7)) for points in history.values())
+
+
+def test_a_wait_for_mlflow_and_the_cause_of_its_error_are_shown(
+    mlflow_uri: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tasks.training.tracking.metrics._SILENT_S", 0.1)
+    client = Client(mlflow_uri)
+    log = MetricsLog(client, client.create_run(client.create_experiment("metrics-log-waits")).info.run_id)
+    client.gate = threading.Event()
+    log.log(0, {"loss/total": 3.0})
+    threading.Timer(1.0, client.gate.set).start()
+    log.flush()
+    assert capfd.readouterr().err.count("MLflow does not respond; the run waits for it.") == 1
+    remark = "(raised as a result of Query-invoked autoflush; consider using a session.no_autoflush block)"
+    error = MlflowException(f"{remark}\n(sqlite3.OperationalError) database or disk is full\n[SQL: INSERT]")
+    monkeypatch.setattr(client, "log_batch", raising(error))
+    log.log(1, {"loss/total": 3.0})
+    with pytest.raises(
+        ServiceError, match=r"\(\(sqlite3.OperationalError\) database or disk is full\): fix the tracking"
+    ):
+        log.flush()
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
 
 
 def test_unstored_metrics_are_written_again(mlflow_uri: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -162,6 +191,11 @@ def test_a_run_that_starts_over_replaces_other_values(
     assert again.values("loss/total") == {0: 3.0, 1: 2.5 if starts_over else 3.0}
     assert again.values("time/step") == {0: 1.0, 1: 1.0}
     assert len(client.get_metric_history(run_id, "optim/lr")) == 2
+    third = MetricsLog(client, run_id)
+    third.starts_over = starts_over
+    third.log(1, {"loss/total": 2.0, "optim/lr": 0.1, "time/step": 2.0})
+    third.flush()
+    assert third.values("loss/total") == {0: 3.0, 1: 2.0 if starts_over else 3.0}
 
 
 def test_process_that_lost_the_run_writes_nothing(mlflow_uri: str) -> None:
