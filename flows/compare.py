@@ -18,6 +18,7 @@ from prefect.runtime import flow_run
 from pydantic import Field
 from rich.table import Table
 
+from blocks.errors import ConfigError
 from blocks.terminal import TextConsole
 from blocks.urls import hide_credentials
 from flows.config.base import (
@@ -36,6 +37,7 @@ from flows.runs.tracking.mlflow_run import open_measurement
 from tasks.common.jsonl import read_rows
 from tasks.common.prompt_scores import supports_last_n
 from tasks.common.sampling import Sampling, open_renderer, open_sampler
+from tasks.common.tokenizers import encode_alike
 from tasks.evaluation.policy_comparison import PolicyComparison, compare_policies
 from tasks.preference.judges import build_judge
 from tasks.reports.tables import write_samples, write_table
@@ -104,7 +106,12 @@ def compare(config: CompareConfig) -> CompareResult:
         tags = {"tinker.checkpoint": checkpoint.path or config.model, "tinker.against": against.path or config.model}
         with open_measurement(config, config.run_name, service.resolved_url, tags) as log, service.session() as session:
             first, tokenizer = open_sampler(session, checkpoint.path, config.model)
-            second, _ = open_sampler(session, against.path, config.model)
+            second, other_tokenizer = open_sampler(session, against.path, config.model)
+            if not encode_alike(tokenizer, other_tokenizer):
+                raise ConfigError(
+                    f"{config.checkpoint} and {config.against} have different tokenizers: compare weights of models "
+                    "with the same tokenizer."
+                )
             renderer = open_renderer(config.renderer_name, tokenizer)
             judge = build_judge(config.judge.builder, config.judge.params) if config.judge else None
             can_score_last_n = supports_last_n(first)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from objectives.batch import Batch, Outputs
 from objectives.errors import ObjectiveError
-from objectives.labels import MEMBER, number_prompts
+from objectives.labels import MEMBER, NONE, number_prompts
 from objectives.losses.policy.ratios import summed_log_ratios
 from objectives.reductions import mean_by_datum, sum_by_datum, trained_datums
 
@@ -44,8 +44,8 @@ def score_function(outputs: Outputs, batch: Batch, scores_D: Tensor) -> Tensor:
         E = mean_prompts mean_d [s_d + r_d (s_d - b_d)],   r_d = exp(sum_t (logprob_dt - sampling_logprob_dt))
 
     ``b_d`` is the mean score of the prompt's other samples. A prompt with a single sample has no baseline and trains
-    nothing. If the label ``member`` is given, the baseline excludes all datums of the same member, which are turns of
-    one conversation.
+    nothing. The baseline excludes all datums with the same label ``member``, which are turns of one conversation; a
+    datum without this label is a conversation of its own.
 
     Sources: Williams 1992, "Simple statistical gradient-following algorithms"; the leave-one-out baseline of Kool et
     al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!".
@@ -62,7 +62,9 @@ def score_function(outputs: Outputs, batch: Batch, scores_D: Tensor) -> Tensor:
     trained_D = trained_datums(batch)
     scores_D, log_ratios_D = scores_D[trained_D], log_ratios_D[trained_D]
     prompts_D = number_prompts(batch)[trained_D]
-    members_D = batch.labels_D[MEMBER][trained_D] if MEMBER in batch.labels_D else torch.arange(len(scores_D))
+    own_numbers_D = -torch.arange(1, len(scores_D) + 1) + NONE
+    members_D = batch.labels_D[MEMBER][trained_D] if MEMBER in batch.labels_D else own_numbers_D
+    members_D = torch.where(members_D == NONE, own_numbers_D, members_D)
     is_other_DD = (prompts_D[:, None] == prompts_D) & (members_D[:, None] != members_D)
     num_others_D = is_other_DD.sum(1)
     # A mean of differences, because a constant of the prompt cancels in each of them.
@@ -141,8 +143,8 @@ class Estimator:
     Attributes:
         function: ``(outputs, batch, scores, **params) -> value``.
         per_token: True if the scores are per token, ``(N,)``; False if they are per datum, ``(D,)``.
-        unit: gradient at each token: ``"token"`` if it shrinks with the number of tokens of a batch, ``"sequence"`` if
-            it shrinks with the number of datums (`objectives.term_weights.scale`).
+        unit: what the gradient at a token shrinks with: ``"token"`` for the number of tokens in the batch,
+            ``"sequence"`` for the number of datums (`objectives.term_weights.scale`).
     """
 
     function: Callable[..., Tensor]

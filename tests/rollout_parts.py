@@ -95,6 +95,17 @@ class Recording(RolloutHooks):
         return reason
 
 
+class Continued(Recording):
+    """Hook that records which turns have ended the episode, and overrules its own stop."""
+
+    async def on_turn_end(self, state: RolloutState) -> list[HookAction]:
+        self.calls.append(str([turn.episode_done for turn in state.transitions]))
+        return await super().on_turn_end(state)
+
+    async def on_stop_reason(self, reason: str, state: RolloutState) -> str | None:
+        return None
+
+
 @dataclass(frozen=True)
 class Snapshots:
     """Training client whose weights never change."""

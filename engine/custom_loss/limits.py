@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.custom_loss.operations import CHEAP, GROWING, ITERATIVE, REPEATED, SLOW, SPLITTING, Operation
+from engine.custom_loss.operations import CHEAP, GROWING, INDICES, ITERATIVE, REPEATED, SLOW, SPLITTING, Operation
 from engine.torch_internals import TorchDispatchMode, flop_registry
 
 MAX_ELEMENTS = 2**24  # elements of one tensor, enough for all pairs of 4,096 tokens
@@ -53,7 +53,9 @@ class Limits:
         if operation in SPLITTING and any(max(tensor.shape, default=0) > MAX_PIECES for tensor in tensors):
             raise TooLargeError(f"it may have more than {MAX_PIECES} results")
         if operation not in GROWING:
-            flops = _check_shape(_broadcast_shape(tensors)) * _flops_per_element(operation, args, kwargs, cheap_flops)
+            shape = _broadcast_shape(tensors)
+            num_elements = _check_shape([*shape, max(len(shape), 1)] if operation in INDICES else shape)
+            flops = num_elements * _flops_per_element(operation, args, kwargs, cheap_flops)
         elif operation is operator.getitem and any(tensor.dtype == torch.bool for tensor in tensors):
             # A mask selects at most all elements; an index in the same call can repeat the selection.
             flops = _check_shape([tensor.numel() for tensor in tensors if tensor.dtype != torch.bool])

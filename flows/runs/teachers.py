@@ -22,14 +22,12 @@ from tasks.common.datum_cache import load_cache
 from tasks.common.prompt_scores import supports_last_n
 from tasks.common.sampling import open_sampler
 from tasks.common.service_errors import service_errors
+from tasks.common.tokenizers import encode_alike
 from tasks.training.checkpoints import resumable
 from tasks.training.reference import REFERENCE_NAME, Reference
 from tasks.training.teacher import Teacher
 
 TEACHERS = "teachers.json"
-
-# Text that distinguishes tokenizers.
-_PROBE = "The answer is 1234.5 €;\n\tdef f(x): return x  # naïve 漢字 Ünïcode <|im_end|>"
 
 
 def open_teachers(run: Run, config: TrainConfig, teachers: Sequence[TeacherConfig]) -> list[Teacher]:
@@ -80,7 +78,7 @@ def _resolve(run: Run, config: TrainConfig, teachers: Sequence[TeacherConfig]) -
 def _open(run: Run, model: str, path: str, expected: Tokenizer | None) -> Teacher:
     """Open the sampling client of a teacher; check its tokenizer against `expected` unless that is None."""
     sampler, tokenizer = open_sampler(run.session, path, model)
-    if expected is not None and not _agree(tokenizer, expected):
+    if expected is not None and not encode_alike(tokenizer, expected):
         raise ConfigError(
             f"The teacher {model} has another tokenizer than the trained model: use a teacher of the same model "
             "family, or fine-tune on its completions as text with sft."
@@ -96,10 +94,6 @@ def open_saved_teacher(run: Run, model: str, path: str) -> Teacher:
         ServiceError: The service does not have the weights.
     """
     return _open(run, model, path, None)
-
-
-def _agree(tokenizer: Tokenizer, other: Tokenizer) -> bool:
-    return tokenizer.encode(_PROBE) == other.encode(_PROBE)
 
 
 def open_reference(run: Run, config: TrainConfig, *, uses_cache: bool = True) -> Reference:
@@ -125,7 +119,7 @@ def open_reference(run: Run, config: TrainConfig, *, uses_cache: bool = True) ->
 
     if model != config.model:
         sampler, tokenizer = open_sampler(run.session, path, model)
-        if not _agree(tokenizer, run.client.get_tokenizer()):
+        if not encode_alike(tokenizer, run.client.get_tokenizer()):
             raise ConfigError(
                 f"reference is {config.reference!r}, of the model {model}, which has another tokenizer than "
                 f"{config.model}: use a reference with the same tokenizer."

@@ -11,8 +11,8 @@ from flows.config.base import Config, NamedConfig
 
 Ablation = Literal["none", "leave_one_out", "one_at_a_time", "all_subsets"]
 
-# YAML 1.1 reads exponents without a decimal point, such as 1e-4, as text.
-_EXPONENT = re.compile(r"[+-]?\d+[eE][+-]?\d+")
+# YAML 1.1 reads 1e-4 and 1.5e4 as text: a number with an exponent needs a decimal point, and the exponent a sign.
+_EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 
 
 def _read_number(value: object) -> object:
@@ -27,7 +27,12 @@ class Range(Config):
     )
     high: int | float = Field(title="High", description="Largest value.")
     log: bool = Field(default=False, title="Logarithmic", description="Sample on a logarithmic scale.")
-    num: int = Field(default=5, ge=2, title="Number", description="Number of values in a grid search.")
+    num: int = Field(
+        default=5,
+        ge=2,
+        title="Number",
+        description="Number of values in a grid search; fewer if integers coincide.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -67,7 +72,7 @@ class PruneConfig(Config):
         description="`median`: stop if the best value so far is worse than the median of the completed trials at that "
         "step. `successive_halving`: at each rung, only the best 1/`factor` of the trials continue.",
     )
-    min_steps: int = Field(default=1, ge=1, title="Steps", description="First step at which a trial may stop.")
+    min_steps: int = Field(default=1, ge=1, title="First step", description="First step at which a trial may stop.")
     min_trials: int = Field(
         default=4, ge=1, title="Trials", description="Number of completed trials that `median` needs."
     )

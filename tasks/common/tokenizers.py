@@ -20,6 +20,9 @@ from tasks.common.internals.transformers import import_auto_tokenizer
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Text that distinguishes tokenizers.
+_PROBE = "The answer is 1234.5 €;\n\tdef f(x): return x  # naïve 漢字 Ünïcode <|im_end|>"
+
 # One lock for all tokenizers, because two of them may wrap the same Rust object.
 _MUTEX = RLock()
 
@@ -28,16 +31,14 @@ _MUTEX = RLock()
 def lock_tokenizers() -> None:
     """Make all tokenizers of this process thread-safe, including those that are already open.
 
-    In the run of a deployment, `guard_tokenizers` also keeps tinker-cookbook from running the code of a local folder.
-
     transformers reconfigures a fast tokenizer to encode with or without special tokens. It cannot reconfigure a
     tokenizer that another thread is using ("Already borrowed"), and a change between two calls of a thread changes the
     tokens. A slow tokenizer keeps state in Python, also in code that comes with its model. Environments, judges and the
     SDK open tokenizers of their own, so this function locks the methods of the tokenizer classes and of all subclasses
     that are defined later.
 
-    Tokenizers are opened with `AutoTokenizer`. Its import takes time, and is here because an engine loads its model
-    meanwhile.
+    The function also imports `AutoTokenizer`, which takes time, because a run calls it while its engine loads the
+    model. In a deployment's run, `guard_tokenizers` keeps tinker-cookbook from running the code of a local folder.
     """
     guard_tokenizers()
     with no_collections():
@@ -46,6 +47,11 @@ def lock_tokenizers() -> None:
     for kind in _subclasses(PreTrainedTokenizerBase):
         _lock_class(kind)
     PreTrainedTokenizerBase.__init_subclass__ = classmethod(_lock_subclass)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def encode_alike(tokenizer: Tokenizer, other: Tokenizer) -> bool:
+    """Return whether two tokenizers give a text with many kinds of characters the same tokens."""
+    return tokenizer.encode(_PROBE) == other.encode(_PROBE)
 
 
 def lock(tokenizer: Tokenizer) -> None:
@@ -82,8 +88,8 @@ def _locked(method: Callable[P, R]) -> Callable[P, R]:
 class TokenizedEvaluator(SamplingClientEvaluator):
     """Evaluator that needs a tokenizer and a sampling client.
 
-    A sampling client of a training client knows only the model's name, and the SDK cannot load a tokenizer from the
-    names of the local engine's models.
+    Runs call `measure` with the tokenizer of the training client, because the SDK cannot load one by the names of the
+    local engine's models. Other callers use the evaluator as a function, with the sampling client's tokenizer.
     """
 
     async def measure(self, sampler: tinker.SamplingClient, tokenizer: Tokenizer) -> dict[str, float]:

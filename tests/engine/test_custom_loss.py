@@ -242,6 +242,11 @@ def huge_one_hot(logprobs, advantages, beta):
     return (F.one_hot(advantages.long() * 10**9, 10**10) * logprobs[:, None]).sum(), {}
 
 
+def many_indices(logprobs, advantages, beta):
+    x = (logprobs[:, None] * advantages).reshape(-1, 1, 1, 1, 1, 1, 1, 1)
+    return logprobs.sum() + x.nonzero().sum(), {}
+
+
 def many_pieces(logprobs, advantages, beta):
     return torch.zeros(logprobs.shape[0] * 10**6).split(1)[0].sum() + logprobs.sum(), {}
 
@@ -265,6 +270,7 @@ def many_results(logprobs, advantages, beta):
         (huge_inside, 400),
         (huge_by_value, 6),
         (huge_one_hot, 6),
+        (many_indices, 2000),
         (many_pieces, 6),
         (many_results, 4000),
     ],

@@ -14,6 +14,7 @@ from ragged_batches import datums, make_batch, ragged
 from objectives.batch import Batch, Outputs
 from objectives.errors import ObjectiveError
 from objectives.estimators import minimum_risk, minimum_risk_mean, score_function, unlikelihood
+from objectives.labels import NONE
 from objectives.reductions import reduce
 
 
@@ -84,6 +85,20 @@ def test_on_policy_score_function_is_reinforce_with_leave_one_out_baseline():
     (gradient_DT,) = torch.autograd.grad(estimate, logprobs_DT)
     advantages = [1 - (0 + 4) / 2, 0 - (1 + 4) / 2, 4 - (1 + 0) / 2]
     assert estimate.item() == pytest.approx(scores_D.mean().item())
+    assert gradient_DT.tolist() == pytest.approx([advantages[d] / 3 for d in (0, 0, 1, 2, 2, 2)])
+
+
+@pytest.mark.parametrize(
+    ("members", "baselines"), [([NONE, NONE, NONE], [2.0, 2.5, 0.5]), ([7, 7, NONE], [4.0, 4.0, 0.5])]
+)
+def test_datums_without_a_member_are_conversations_of_their_own(members, baselines):
+    batch, outputs = make_batch([2, 1, 3])
+    batch = replace(batch, labels_D={**batch.labels_D, "member": torch.tensor(members)})
+    scores_D = torch.tensor([1.0, 0.0, 4.0], dtype=torch.float64)
+    logprobs_DT = outputs.logprobs_DT.requires_grad_()
+    estimate = score_function(Outputs(logprobs_DT, sampling_logprobs_DT=logprobs_DT.detach()), batch, scores_D)
+    (gradient_DT,) = torch.autograd.grad(estimate, logprobs_DT)
+    advantages = [score - baseline for score, baseline in zip(scores_D.tolist(), baselines, strict=True)]
     assert gradient_DT.tolist() == pytest.approx([advantages[d] / 3 for d in (0, 0, 1, 2, 2, 2)])
 
 

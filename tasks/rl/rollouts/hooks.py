@@ -42,8 +42,8 @@ class HookAction:
     Attributes:
         name: name of the action in the metrics.
         reward: reward added to the turn's.
-        stop: True to end the episode. The name of the first such action is its stop reason, unless the environment
-            gives one.
+        stop: True to end the episode. The name of the first such action becomes the stop reason of the episode, unless
+            the environment has ended the episode or gives a reason.
     """
 
     name: str
@@ -158,6 +158,8 @@ class _HookedEnv(Env):
         result = await self._env.step(action, extra=extra)
         assert self._recorder.turn is not None, "the policy has sampled before every step"
         prompt, completion = self._recorder.turn
+        if self._transitions:  # the episode goes on, although the environment or a hook may have ended it
+            self._transitions[-1] = replace(self._transitions[-1], episode_done=False)
         self._transitions.append(
             Transition(prompt, completion, result.reward, result.episode_done, result.metrics, result.logs)
         )
@@ -221,16 +223,18 @@ def _apply(result: StepResult, actions: Sequence[HookAction]) -> StepResult:
 def action_shares(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Share of rollouts in which each action of a hook occurred, and in which it ended the episode.
 
-    An action that did not occur has no metrics.
+    An action that did not occur has no metrics. An action before the last turn did not end the episode: the class of
+    the hook has continued it (`on_stop_reason` of tinker-cookbook).
     """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories_G]
     rollouts = [
         {key for turn in trajectory.transitions for key in turn.metrics if key.startswith(PREFIX)}
-        for group in groups
-        for trajectory in group.trajectories_G
+        for trajectory in trajectories
     ]
     names = {key.removesuffix("/reward") for keys in rollouts for key in keys if key.endswith("/reward")}
     shares: dict[str, float] = {}
     for name in sorted(names):
         shares[f"{name}/rollouts"] = sum(f"{name}/reward" in keys for keys in rollouts) / len(rollouts)
-        shares[f"{name}/stopped"] = sum(f"{name}/stops" in keys for keys in rollouts) / len(rollouts)
+        num_stopped = sum(f"{name}/stops" in trajectory.transitions[-1].metrics for trajectory in trajectories)
+        shares[f"{name}/stopped"] = num_stopped / len(rollouts)
     return shares

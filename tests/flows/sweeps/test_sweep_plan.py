@@ -85,11 +85,11 @@ def test_list_entries_are_addressed_by_index_and_values_may_be_schedules(tmp_pat
     assert config.objective.regularizers[0].weight.model_dump() == schedule  # type: ignore[union-attr]
 
 
-def test_exponents_without_a_point_are_numbers(tmp_path: Path) -> None:
-    fields = yaml.safe_load("{learning_rate: [1e-4, 1e-3], adam.beta1: {low: 1e-1, high: 0.9, num: 2}}")
-    assert isinstance(fields["learning_rate"][0], str)
+def test_exponents_that_yaml_reads_as_text_are_numbers(tmp_path: Path) -> None:
+    fields = yaml.safe_load("{learning_rate: [1e-4, 1.5e2], adam.beta1: {low: 1e-1, high: 0.9, num: 2}}")
+    assert [type(value) for value in fields["learning_rate"]] == [str, str]
     sweep = plan(tmp_path, space=fields)
-    assert tuple(sweep.grid[0].values()) == (1e-4, 0.1)
+    assert [tuple(point.values()) for point in sweep.grid] == [(1e-4, 0.1), (1e-4, 0.9), (150.0, 0.1), (150.0, 0.9)]
 
 
 @pytest.mark.parametrize(

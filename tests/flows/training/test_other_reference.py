@@ -21,6 +21,7 @@ from tinker import types
 
 from blocks.errors import ConfigError
 from engine.models import resolve_model
+from flows.compare import CompareConfig, compare
 from flows.config.rl import RlConfig
 from flows.config.train import SftConfig
 from flows.estimates.supervised import estimate
@@ -136,5 +137,13 @@ def test_other_tokenizers_and_unknown_models_are_refused(tmp_path: Path, models:
     for reference in (models.foreign, *paths):
         with pytest.raises(ConfigError, match="has another tokenizer than tiny: use a reference with the same tok"):
             sft(SftConfig.model_validate(fields | {"reference": reference}))
+    questions = Path(__file__).parents[3] / "examples" / "data" / "gsm8k_test.jsonl"
+    places = {key: fields[key] for key in ("base_url", "storage", "tracking")} | {
+        "run_name": "compared",
+        "model": "tiny",
+    }
+    sampling = {"path": str(questions), "renderer_name": "qwen3_instruct", "limit": 1, "max_tokens": 1}
+    with pytest.raises(ConfigError, match=r"base and tinker://.* have different tokenizers: compare weights of models"):
+        compare(CompareConfig.model_validate({**places, **sampling, "checkpoint": "base", "against": paths[0]}))
     with pytest.raises(ConfigError, match="reference is 'tinny', which is no model of the service"):
         sft(SftConfig.model_validate(fields | {"reference": "tinny"}))
