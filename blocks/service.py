@@ -72,6 +72,7 @@ class TinkerService(Block):
         """Open a session on the service. The caller closes it, preferably with `with`.
 
         Raises:
+            ConfigError: the URL has a user name or password.
             ServiceError: no response within `connect_timeout_s`, or the service rejects the key.
         """
         import tinker
@@ -116,7 +117,7 @@ class TinkerService(Block):
         """Raise an error unless the service trains the base model `model`.
 
         Raises:
-            ConfigError: the service does not offer the model.
+            ConfigError: the service does not offer the model, or the URL has a user name or password.
             ServiceError: no response within `connect_timeout_s`, or the service rejects the key.
         """
         names = self.models()
@@ -130,6 +131,7 @@ class TinkerService(Block):
         """List the base models that the service trains.
 
         Raises:
+            ConfigError: the URL has a user name or password.
             ServiceError: no response within `connect_timeout_s`, or the service rejects the key.
         """
         return sorted(self.context_lengths())
@@ -138,6 +140,7 @@ class TinkerService(Block):
         """Return the maximum context length of each model in tokens; None if the service does not report it.
 
         Raises:
+            ConfigError: the URL has a user name or password.
             ServiceError: no response within `connect_timeout_s`, or the service rejects the key.
         """
         import tinker

@@ -84,8 +84,8 @@ def _source(run: CostEstimate) -> str:
         completions = "completions of 1 to max_tokens tokens"
         if not 0 < run.num_measured < run.num_steps:
             return completions
-        steps = f"the first {run.num_measured:,} steps" if run.num_measured > 1 else "the first step"
-        return f"{completions}; prompts of all steps as long as those of {steps}"
+        steps = f"{run.num_measured:,} steps" if run.num_measured > 1 else "step"
+        return f"{completions}; the prompts of all steps are assumed to be like those of the first {steps}"
     steps = f" ({run.like_num_steps:,} step{'s' if run.like_num_steps > 1 else ''})" if run.like_num_steps else ""
     return f"cost of run {run.like}{steps}"
 

@@ -84,7 +84,7 @@ def check_single_target(batch: Batch) -> None:
     if batch.target_tokens_DT.ndim != 1:
         raise ObjectiveError(
             f"the batch has {batch.target_tokens_DT.shape[1]} targets per position, but this term reads one; disable "
-            "it, or in a term of your own sum over the targets"
+            "it, or, in a term of your own, sum over the targets"
         )
 
 

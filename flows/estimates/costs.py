@@ -87,8 +87,8 @@ class CostEstimate:
         parts: Bounds of each part of the cost; empty if an earlier run gives the cost.
         excluded: Costs that the bounds leave out, as phrases.
         first_step: First step; for a fork, the step of the checkpoint that it continues.
-        num_measured: Number of steps whose prompts are measured, if the other steps are assumed to have prompts of the
-            same length; 0 if no step is.
+        num_measured: Number of measured steps; the other steps are assumed to have as many prompts of the same length.
+            0 if no step is measured.
     """
 
     run_name: str

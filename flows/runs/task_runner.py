@@ -31,7 +31,7 @@ from tasks.common.internals.prefect import settings_serialized_once
 
 @contextmanager
 def open_task_runner(config: TaskRunnerConfig | None) -> Iterator[TaskRunner[Any]]:
-    """Open the task runner of the terms: the configured one, or without a config the flow's own.
+    """Open the task runner that computes the objective's terms: the configured one, or the flow's own without a config.
 
     Tasks that hold clients, datasets or tokenizers stay in this process: in this block, `submit` sends them to threads.
 
@@ -111,7 +111,7 @@ def open_dask(config: TaskRunnerConfig) -> Iterator[Any]:
             local = LocalDask(config.workers or _num_workers())
             stack.callback(local.close)
             address, client_options = local.address, {"security": local.security}
-            stack.enter_context(quick_clients())
+            stack.enter_context(single_certificate_authority())
         runner = prefect_dask.DaskTaskRunner(address=address, client_kwargs=client_options)
         try:
             stack.enter_context(runner)
@@ -151,7 +151,7 @@ def open_ray(config: TaskRunnerConfig) -> Iterator[Any]:
             # The folder contains sockets, whose paths must be short.
             folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            stack.enter_context(quick_clients())
+            stack.enter_context(single_certificate_authority())
             environment["env_vars"] = {"PYTHONPATH": python_path()}
             options = {
                 "num_cpus": config.workers or _num_workers(),
@@ -177,7 +177,7 @@ def open_ray(config: TaskRunnerConfig) -> Iterator[Any]:
 
 
 @contextmanager
-def quick_clients() -> Iterator[None]:
+def single_certificate_authority() -> Iterator[None]:
     """Let Prefect's clients load one certificate authority instead of all, if its server does not use TLS.
 
     A task run on a worker creates two clients, and loading all authorities takes half of the processor time of the task

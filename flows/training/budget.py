@@ -230,9 +230,8 @@ class RunLedger(MeteredLedger):
 
     stopped: str = ""
     _charged_step: int | None = None  # the newest step that was charged
-    # Cost of the reference, teachers and judges, without evaluations: of the step in progress, and the most of a step.
-    _others_usd: float = 0.0
-    _most_others_usd: float = 0.0
+    _others_usd: float = 0.0  # of teachers and judges in the step in progress, without evaluations
+    _most_others_usd: float = 0.0  # of the reference, teachers and judges in the most expensive step
 
     def __init__(self, run: Run, config: TrainConfig, reference: Reference | None, spent: Mapping[str, float]) -> None:
         """Continue from the cost before the restart, if there was one.
@@ -248,8 +247,9 @@ class RunLedger(MeteredLedger):
     def covers(self, step: int, num_tokens: int, sampled: SampledTokens) -> bool:
         """Return whether the budget covers a step; if not, set `stopped` and report it as a tag and an event.
 
-        The reference, teachers and judges are expected to cost as much as in the most expensive step so far. Before
-        the first step, nothing is known about their cost. See `stop_reason` for the arguments.
+        The reference, teachers and judges are expected to cost as much as in the most expensive step since the start
+        or restart. Before the first such step, their cost is unknown and counts as 0. See `stop_reason` for the
+        arguments.
         """
         num_uncharged = 0 if self._charged_step is None else step - self._charged_step
         self.stopped = self.stop_reason(step, num_tokens, sampled, num_uncharged * self._most_others_usd)
@@ -276,7 +276,7 @@ class RunLedger(MeteredLedger):
         self._charged_step, self._others_usd = step, 0.0
 
     def charge_others(self) -> None:
-        """Charge what teachers and judges have processed for the step in progress, apart from evaluations."""
+        """Charge what teachers and judges have processed for the step in progress; call it before an evaluation."""
         before_usd = self._usd
         self.charge_metered()
         self._others_usd += self._usd - before_usd

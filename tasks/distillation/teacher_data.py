@@ -244,8 +244,10 @@ def _hard_datums(item: Item[TeacherInput], group: Group | None) -> list[tuple[ti
 
 
 def _labelled(item: Item[TeacherInput], sequence: TeacherSequence) -> tinker.Datum:
-    """Return a datum with the labels of a sequence, which for a given sequence are not in the cache."""
-    return item.value if isinstance(item.value, tinker.Datum) else with_labels(sequence.datum, sequence.text_labels)
+    """Return the datum of a sequence with its labels; those of a given one come from the data, not from the cache."""
+    if isinstance(item.value, tinker.Datum):
+        return item.value
+    return with_labels(sequence.datum, {name: str(text) for name, text in sequence.text_labels.items()})
 
 
 def _supervised(datum: tinker.Datum) -> tinker.Datum:

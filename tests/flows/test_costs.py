@@ -172,6 +172,31 @@ def test_costs(method: str, max_tokens: int, tmp_path: Path, engine_url: str, ml
     assert estimate_rollouts(other).like == ""
 
 
+def test_steps_that_are_not_measured_are_like_the_first(
+    tmp_path: Path,
+    engine_url: str,
+    mlflow_uri: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = config_of("on_policy", tmp_path, mlflow_uri, engine_url, num_steps=4, eval_every=0)
+    measured = estimate_rollouts(config)
+    monkeypatch.setattr("flows.estimates.rollouts._NUM_MEASURED", 1)
+    assumed = estimate_rollouts(config)
+    first = estimate_rollouts(config.model_copy(update={"num_steps": 1}))
+    assert (measured.num_measured, assumed.num_measured, first.num_measured) == (4, 1, 1)
+    rollouts = [result.parts["rollouts"].high.sampled for result in (measured, assumed, first)]
+    assert rollouts[1] == rollouts[2].times(4)
+    assert rollouts[0].num_sample_tokens == rollouts[1].num_sample_tokens
+    assert rollouts[0].num_prefill_tokens != rollouts[1].num_prefill_tokens, "the prompts differ in length"
+
+    path = tmp_path / "config.json"
+    path.write_text(config.model_dump_json())
+    show_estimate("on_policy_distillation", path, [], as_json=False)
+    shown = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert "the prompts of all steps are assumed to be like those of the first step" in shown
+
+
 @pytest.mark.parametrize(("regularizers", "is_excluded"), [([], False), ([{"name": "kl", "weight": 0.1}], True)])
 def test_terms_on_held_out_groups_are_excluded(
     regularizers: list[dict[str, Any]], is_excluded: bool, tmp_path: Path, engine_url: str, mlflow_uri: str

@@ -179,9 +179,9 @@ def kto(
 
 
 def _pairs(logprobs_DT: Tensor, batch: Batch) -> PairLogprobs:
-    chosen_P, rejected_P = find_preference_pairs(batch)
+    chosen, rejected = find_preference_pairs(batch)
     sums_D, lengths_D = sum_by_datum(logprobs_DT, batch), sum_by_datum(torch.ones_like(logprobs_DT), batch)
-    return PairLogprobs(sums_D[chosen_P], sums_D[rejected_P], lengths_D[chosen_P], lengths_D[rejected_P])
+    return PairLogprobs(sums_D[chosen], sums_D[rejected], lengths_D[chosen], lengths_D[rejected])
 
 
 def _reference(outputs: Outputs, batch: Batch) -> PairLogprobs:
@@ -190,20 +190,19 @@ def _reference(outputs: Outputs, batch: Batch) -> PairLogprobs:
 
 
 def _implicit_reward_metrics(policy: PairLogprobs, reference: PairLogprobs, beta: float) -> dict[str, float]:
-    chosen_P, rejected_P = policy.chosen_P - reference.chosen_P, policy.rejected_P - reference.rejected_P
-    return _reward_metrics(policy, beta * chosen_P, beta * rejected_P)
+    chosen_ratio_P, rejected_ratio_P = policy.chosen_P - reference.chosen_P, policy.rejected_P - reference.rejected_P
+    return _reward_metrics(policy, beta * chosen_ratio_P, beta * rejected_ratio_P)
 
 
-def _reward_metrics(policy: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor) -> dict[str, float]:
-    chosen_P, rejected_P = chosen_P.detach(), rejected_P.detach()
+def _reward_metrics(policy: PairLogprobs, chosen_reward_P: Tensor, rejected_reward_P: Tensor) -> dict[str, float]:
+    chosen_reward_P, rejected_reward_P = chosen_reward_P.detach(), rejected_reward_P.detach()
+    lengths_2P = torch.cat([policy.chosen_lengths_P, policy.rejected_lengths_P])
     return {
-        "accuracy": float((chosen_P > rejected_P).to(torch.float64).mean()),
-        "margin": float((chosen_P - rejected_P).mean()),
-        "chosen_reward": float(chosen_P.mean()),
-        "rejected_reward": float(rejected_P.mean()),
-        "length_correlation": _correlation(
-            torch.cat([chosen_P, rejected_P]), torch.cat([policy.chosen_lengths_P, policy.rejected_lengths_P])
-        ),
+        "accuracy": float((chosen_reward_P > rejected_reward_P).to(torch.float64).mean()),
+        "margin": float((chosen_reward_P - rejected_reward_P).mean()),
+        "chosen_reward": float(chosen_reward_P.mean()),
+        "rejected_reward": float(rejected_reward_P.mean()),
+        "length_correlation": _correlation(torch.cat([chosen_reward_P, rejected_reward_P]), lengths_2P),
     }
 
 

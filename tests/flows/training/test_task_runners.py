@@ -32,7 +32,7 @@ from ragged_batches import make_batch
 
 from blocks.errors import ConfigError
 from flows.config.train import TaskRunnerConfig
-from flows.runs.task_runner import open_dask, open_ray, open_task_runner, quick_clients
+from flows.runs.task_runner import open_dask, open_ray, open_task_runner, single_certificate_authority
 from objectives import Batch, Evaluation, Objective, ObjectiveError, evaluate_term, prepare_features, regularizer
 from objectives.execution.term_loop import Features
 from tasks.common.event_loop import open_workers
@@ -349,10 +349,10 @@ def test_processes_finish_the_step_after_ctrl_c(prefect_server: str):
 
 def test_clients_of_a_server_without_tls_load_one_authority() -> None:
     before = PREFECT_API_SSL_CERT_FILE.value()
-    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}), quick_clients():
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}), single_certificate_authority():
         file = PREFECT_API_SSL_CERT_FILE.value()
         assert file
         assert len(ssl.create_default_context(cafile=file).get_ca_certs()) == 1
-    with temporary_settings({PREFECT_API_URL: "https://prefect.example/api"}), quick_clients():
+    with temporary_settings({PREFECT_API_URL: "https://prefect.example/api"}), single_certificate_authority():
         assert PREFECT_API_SSL_CERT_FILE.value() == before
     assert PREFECT_API_SSL_CERT_FILE.value() == before

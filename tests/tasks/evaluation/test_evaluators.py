@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import sys
+from pathlib import Path
 
 import pytest
 import tinker
@@ -20,6 +22,7 @@ from flows.monitoring import run_tags
 from flows.monitoring.run_tags import note_evaluation
 from tasks.evaluation import evaluators
 from tasks.evaluation.evaluators import EvaluationResult, build_evaluators
+from tasks.evaluation.sampled import CodeTests
 from tasks.training.tracking.metric_names import safe_name
 from tasks.training.tracking.metrics import MetricsLog
 
@@ -152,3 +155,11 @@ def test_errors_of_the_service_are_not_the_evaluators() -> None:
         run({"error": "lost", "on_error": "skip"})
     with pytest.raises(ConfigError, match="needs a training client"):
         run({"on_error": "skip"}, builder="NeedsTraining")
+
+
+@pytest.mark.parametrize("prompt", ["def one():", "def one():\n"])
+def test_the_code_block_of_a_question_ends_on_a_line_of_its_own(prompt: str, tmp_path: Path) -> None:
+    row = {"prompt": prompt, "test": "", "entry_point": "one"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    evaluator = CodeTests(path=str(tmp_path / "rows.jsonl"), renderer_name="qwen3_instruct", instruction="Complete.")
+    assert evaluator.question(row) == "Complete.\n\n```python\ndef one():\n```"
