@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from tinker_cookbook.rl.preference_envs import PairwisePreferenceGroupBuilder
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset
@@ -40,6 +42,27 @@ from tasks.rl.rollout_source import build_environments
 _NUM_MEASURED = 64
 
 SamplingMethod = RlConfig | OnPolicyConfig | SelfConfig
+ModelGroup = tuple[str, EnvGroupBuilder]  # a group, and the base model of its teacher
+
+
+class RunGroups(NamedTuple):
+    """Groups of a run, whose environments are not open yet.
+
+    Attributes:
+        schedule: Steps of the run.
+        at: Returns the groups of a step.
+        num_trained: Groups of a step that are trained on; None for all.
+        models: Base model of each dataset's teacher; without teachers, the trained model.
+        tests: Held-out groups of each dataset.
+        evaluators: Evaluators of the config.
+    """
+
+    schedule: Schedule
+    at: Callable[[int], list[ModelGroup]]
+    num_trained: int | None
+    models: Sequence[str]
+    tests: Sequence[RLDataset | None]
+    evaluators: EvaluatorSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +105,8 @@ def estimate_rollouts(config: SamplingMethod, ignored: Sequence[str] = ()) -> Co
         ServiceError: The service does not respond.
     """
     prices = PriceList(config.model, service_url(config.base_url), config.budget.prices)
-    sizes, schedule = _sizes_of(config)
-    with Objective.from_spec(config.objective) as objective:
+    with _open_groups(config) as groups:
+        schedule = groups.schedule
         num_steps = len(schedule.steps)
         # A run that is shorter than the period between evaluations has too many evaluations per step.
         rarely = config.infrequent_eval_every if schedule.evaluates_rarely else 0
@@ -94,6 +117,8 @@ def estimate_rollouts(config: SamplingMethod, ignored: Sequence[str] = ()) -> Co
             return CostEstimate(
                 config.run_name, config.model, num_steps, costs, costs, *basis, first_step=schedule.first
             )
+        sizes = _measure(config, groups)
+    with Objective.from_spec(config.objective) as objective:
         bills = [_count(config, objective, sizes, schedule, Bill(prices), is_high=high) for high in (False, True)]
         excluded = tuple(_excluded(config, objective, sizes))
     low, high, parts = ranges(*bills)
@@ -181,8 +206,9 @@ def _excluded(config: SamplingMethod, objective: Objective, sizes: RunSizes) -> 
         yield "terms of the objective on held-out groups"
 
 
-def _sizes_of(config: SamplingMethod) -> tuple[RunSizes, Schedule]:
-    """Build the environments, and measure the groups of the first steps and the held-out groups."""
+@contextmanager
+def _open_groups(config: SamplingMethod) -> Iterator[RunGroups]:
+    """Build the environments and evaluators of a run."""
     if isinstance(config, RlConfig):
         datasets = [GroupsConfig(environment=config.environment)]
     elif isinstance(config, OnPolicyConfig):
@@ -207,7 +233,7 @@ def _sizes_of(config: SamplingMethod) -> tuple[RunSizes, Schedule]:
             )
             steps_per_epoch, num_trained = batches.num_steps, batches.num_trained
 
-            def groups_at(step: int) -> list[tuple[str, EnvGroupBuilder]]:
+            def groups_at(step: int) -> list[ModelGroup]:
                 return [(models[0], group) for group in batches.at(step)]
 
         else:
@@ -215,27 +241,33 @@ def _sizes_of(config: SamplingMethod) -> tuple[RunSizes, Schedule]:
             mixture = Mixture([train for train, _ in built], weights, config.batch_size, config.seed)
             steps_per_epoch, num_trained = len(mixture), None
 
-            def groups_at(step: int) -> list[tuple[str, EnvGroupBuilder]]:
+            def groups_at(step: int) -> list[ModelGroup]:
                 return [(models[item.dataset], item.value) for item in mixture.at(step)]
 
-        run = schedule_of(config, steps_per_epoch)
-        steps: list[list[tuple[str, EnvGroupBuilder]]] = []
-        while len(steps) < len(run.steps) and sum(map(len, steps)) < _NUM_MEASURED:
-            steps.append(groups_at(run.steps[len(steps)]))
-        held_out: dict[str, list[EnvGroupBuilder]] = {}
-        for model, (_, test) in zip(models, built, strict=True):
-            held_out.setdefault(model, []).extend(_groups_of(test) if test is not None else [])
-        started: dict[str, list[EnvGroupBuilder]] = {}
-        for model, group in chain(*steps):
-            started.setdefault(model, []).append(group)
-        started_sizes, test_sizes = (
-            {model: measure(groups) for model, groups in of_part.items()} for of_part in (started, held_out)
-        )
-        trained = total(started_sizes.values())
-        if config.rollout.oversampling_factor > 1:  # any group may be cancelled; assume the last ones
-            trained = measure([group for groups in steps for _, group in groups[:num_trained]])
-        has_unknown_judge = _has_unknown_judge(started.values())
-        return RunSizes(len(steps), started_sizes, trained, test_sizes, evaluators, has_unknown_judge), run
+        tests = [test for _, test in built]
+        yield RunGroups(schedule_of(config, steps_per_epoch), groups_at, num_trained, models, tests, evaluators)
+
+
+def _measure(config: SamplingMethod, groups: RunGroups) -> RunSizes:
+    """Measure the groups of the first steps and the held-out groups."""
+    steps: list[list[ModelGroup]] = []
+    numbers = groups.schedule.steps
+    while len(steps) < len(numbers) and sum(map(len, steps)) < _NUM_MEASURED:
+        steps.append(groups.at(numbers[len(steps)]))
+    started: dict[str, list[EnvGroupBuilder]] = {}
+    for model, group in chain(*steps):
+        started.setdefault(model, []).append(group)
+    held_out: dict[str, list[EnvGroupBuilder]] = {}
+    for model, test in zip(groups.models, groups.tests, strict=True):
+        held_out.setdefault(model, []).extend(_groups_of(test) if test is not None else [])
+    started_sizes, test_sizes = (
+        {model: measure(of_model) for model, of_model in of_part.items()} for of_part in (started, held_out)
+    )
+    trained = total(started_sizes.values())
+    if config.rollout.oversampling_factor > 1:  # any group may be cancelled; assume the last ones
+        trained = measure([group for of_step in steps for _, group in of_step[: groups.num_trained]])
+    has_unknown_judge = _has_unknown_judge(started.values())
+    return RunSizes(len(steps), started_sizes, trained, test_sizes, groups.evaluators, has_unknown_judge)
 
 
 def _groups_of(dataset: RLDataset) -> list[EnvGroupBuilder]:
