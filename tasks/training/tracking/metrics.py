@@ -303,10 +303,13 @@ class MetricsLog:
         for key in keys - self._stored.keys():
             self._stored[key] = newest_points(self.client, self.run_id, key)
         new: list[Metric] = []
+        replaces = False
         for point in points:
             stored = self._stored.get(point.key, {}).get(point.step)
-            # A run that starts over logs a step as complete again, so that the next start knows the newest timestamp.
-            if stored is None or (self.starts_over and (point.key == STEP_KEY or _is_other(point, stored))):
+            differs = stored is not None and self.starts_over and _is_other(point, stored)
+            replaces = replaces or differs
+            # A step with other values is logged as complete again, so that the next start knows the newest timestamp.
+            if stored is None or differs or (point.key == STEP_KEY and replaces):
                 new.append(point)
             elif self.starts_over and point.model_id:  # link the stored point; the run gets no further one
                 new.append(Metric(point.key, stored.value, stored.timestamp, point.step, point.model_id))

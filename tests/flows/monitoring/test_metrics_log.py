@@ -191,6 +191,8 @@ def test_a_run_that_starts_over_replaces_other_values(
     assert again.values("loss/total") == {0: 3.0, 1: 2.5 if starts_over else 3.0}
     assert again.values("time/step") == {0: 1.0, 1: 1.0}
     assert len(client.get_metric_history(run_id, "optim/lr")) == 2
+    numbers = [point.step for point in client.get_metric_history(run_id, STEP_KEY)]
+    assert sorted(numbers) == ([0, 1, 1, 2] if starts_over else [0, 1, 2]), "only a step with other values"
     third = MetricsLog(client, run_id)
     third.starts_over = starts_over
     third.log(1, {"loss/total": 2.0, "optim/lr": 0.1, "time/step": 2.0})
