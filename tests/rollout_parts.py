@@ -103,7 +103,7 @@ class Continued(Recording):
         return await super().on_turn_end(state)
 
     async def on_stop_reason(self, reason: str, state: RolloutState) -> str | None:
-        return None
+        return None if reason == "enough" else reason
 
 
 @dataclass(frozen=True)

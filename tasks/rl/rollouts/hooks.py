@@ -21,6 +21,7 @@ from tinker_cookbook.rl.types import (
     Env,
     InitialObservationOverflow,
     StepResult,
+    StopReason,
     Trajectory,
     TrajectoryGroup,
     Transition,
@@ -32,6 +33,7 @@ from tasks.common.builders import import_builder
 PREFIX = "hook/"
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
+_LIMITS = (StopReason.MAX_TOKENS, StopReason.MAX_SAMPLED_TOKENS, StopReason.MAX_TURNS, StopReason.ROLLOUT_TIMEOUT)
 _COOKBOOK_METHODS = ("on_turn_begin", "on_stop_reason", "on_grade", "on_artifacts")
 
 
@@ -223,8 +225,9 @@ def _apply(result: StepResult, actions: Sequence[HookAction]) -> StepResult:
 def action_shares(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Share of rollouts in which each action of a hook occurred, and in which it ended the episode.
 
-    An action that did not occur has no metrics. An action before the last turn did not end the episode: the class of
-    the hook has continued it (`on_stop_reason` of tinker-cookbook).
+    An action that did not occur has no metrics. An action that stops may not have ended the episode, because the class
+    of the hook has continued it (`on_stop_reason` of tinker-cookbook): in a turn before the last, or if a limit then
+    ended the rollout.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories_G]
     rollouts = [
@@ -235,6 +238,10 @@ def action_shares(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     shares: dict[str, float] = {}
     for name in sorted(names):
         shares[f"{name}/rollouts"] = sum(f"{name}/reward" in keys for keys in rollouts) / len(rollouts)
-        num_stopped = sum(f"{name}/stops" in trajectory.transitions[-1].metrics for trajectory in trajectories)
+        num_stopped = sum(
+            f"{name}/stops" in trajectory.transitions[-1].metrics
+            for trajectory in trajectories
+            if trajectory.transitions and trajectory.stop_reason not in _LIMITS
+        )
         shares[f"{name}/stopped"] = num_stopped / len(rollouts)
     return shares

@@ -210,7 +210,7 @@ class MetricsLog:
             ServiceError: MLflow did not store a write, which the next call tries again.
             StorageError: metrics.jsonl cannot be written, or another process has taken over the run.
         """
-        notice = threading.Timer(_SILENT_S, _print, ["MLflow does not respond; the run waits for it."])
+        notice = threading.Timer(_SILENT_S, _print, ["Waiting for MLflow to store metrics."])
         notice.daemon = True
         notice.start()
         try:
@@ -307,7 +307,8 @@ class MetricsLog:
         for point in points:
             stored = self._stored.get(point.key, {}).get(point.step)
             differs = stored is not None and self.starts_over and _is_other(point, stored)
-            replaces = replaces or differs
+            is_new = stored is None and self.starts_over and not point.key.startswith(COST_PREFIX)
+            replaces = replaces or differs or is_new
             # A step with other values is logged as complete again, so that the next start knows the newest timestamp.
             if stored is None or differs or (point.key == STEP_KEY and replaces):
                 new.append(point)

@@ -67,7 +67,7 @@ def test_a_wait_for_mlflow_and_the_cause_of_its_error_are_shown(
     log.log(0, {"loss/total": 3.0})
     threading.Timer(1.0, client.gate.set).start()
     log.flush()
-    assert capfd.readouterr().err.count("MLflow does not respond; the run waits for it.") == 1
+    assert capfd.readouterr().err.count("Waiting for MLflow to store metrics.") == 1
     remark = "(raised as a result of Query-invoked autoflush; consider using a session.no_autoflush block)"
     error = MlflowException(f"{remark}\n(sqlite3.OperationalError) database or disk is full\n[SQL: INSERT]")
     monkeypatch.setattr(client, "log_batch", raising(error))
@@ -195,8 +195,15 @@ def test_a_run_that_starts_over_replaces_other_values(
     assert sorted(numbers) == ([0, 1, 1, 2] if starts_over else [0, 1, 2]), "only a step with other values"
     third = MetricsLog(client, run_id)
     third.starts_over = starts_over
-    third.log(1, {"loss/total": 2.0, "optim/lr": 0.1, "time/step": 2.0})
+    third.log(1, {"loss/total": 2.0, "optim/lr": 0.1, "time/step": 2.0, "test/nll": 4.0})
     third.flush()
+    if starts_over:  # the next start knows the time of a new metric, too
+        clock_change_s -= 600
+        fourth = MetricsLog(client, run_id)
+        fourth.starts_over = True
+        fourth.log(1, {"loss/total": 2.0, "optim/lr": 0.1, "time/step": 2.0, "test/nll": 3.5})
+        fourth.flush()
+        assert fourth.values("test/nll") == {1: 3.5}
     assert third.values("loss/total") == {0: 3.0, 1: 2.0 if starts_over else 3.0}
 
 

@@ -113,8 +113,12 @@ def test_a_stop_that_the_class_overrules_does_not_count() -> None:
     trajectory = roll_out(HookSpec.load("rollout_parts:Continued", {"calls": calls, "last_turn": 1}))
     assert len(trajectory.transitions) > 1
     assert calls[:5] == ["begin 0", "[False]", "end 1", "begin 1", "[False, False]"]
-    shares = action_shares([TrajectoryGroup([trajectory], [0.0], [{}])])
-    assert shares == {"hook/enough/rollouts": 1.0, "hook/enough/stopped": 0.0}
+    limit = ThreeTurns(rollout_limits=RolloutLimits(max_turns=1))
+    limited = roll_out(HookSpec.load("rollout_parts:Continued", {"calls": [], "last_turn": 1}), limit)
+    assert limited.stop_reason == "max_turns"
+    for rollout in (trajectory, limited):
+        shares = action_shares([TrajectoryGroup([rollout], [0.0], [{}])])
+        assert shares == {"hook/enough/rollouts": 1.0, "hook/enough/stopped": 0.0}
 
 
 def test_limits_of_the_environment_still_apply() -> None:
