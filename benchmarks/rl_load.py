@@ -46,14 +46,14 @@ def measure(*, groups: int = 256, steps: int = 24, large: str = "smollm2-135m", 
         bar = tqdm(total=3, desc="rl_load")
         model = str(resolve_model("tiny", home() / "cache"))
         with bench_engine(folder / "tiny", model) as url, environment(TINKER_BASE_URL=url, TINKER_API_KEY=KEY):
-            busy = _busy_share(folder, model, url, steps)
+            busy = _busy_share(folder / "async", model, url, steps)
             bar.update()
             schedule = {"groups_per_batch": groups}
             _, samples = _run_sampled(folder / "many", url, flow_config(model, schedule, BUILDER, 3))
             bar.update()
         model = str(resolve_model(large, home() / "cache"))
         with bench_engine(folder / "large", model) as url, environment(TINKER_BASE_URL=url, TINKER_API_KEY=KEY):
-            large_busy = _busy_share(folder, model, url, large_steps)
+            large_busy = _busy_share(folder / "async-large", model, url, large_steps)
             bar.update()
     idle = next(sample for sample in reversed(samples) if sample.num_sampled == samples[0].num_sampled)
     size = f"{groups} concurrent groups of {GROUP_SIZE}, {MAX_TOKENS} tokens"
@@ -67,13 +67,12 @@ def measure(*, groups: int = 256, steps: int = 24, large: str = "smollm2-135m", 
 
 
 def _busy_share(folder: Path, model: str, url: str, steps: int) -> float:
-    run, samples = _run_sampled(
-        folder / f"async-{Path(model).name}", url, flow_config(model, MODES["async"], BUILDER, steps)
-    )
+    run, samples = _run_sampled(folder, url, flow_config(model, MODES["async"], BUILDER, steps))
     moments = [point.timestamp / 1000 for point in run.points("loss/total")]
     first, last = moments[min(WARM_UP, len(moments) // 2)], moments[-1]
-    between = [sample for sample in samples if first <= sample.time_s <= last]
-    return (between[-1].busy_s - between[0].busy_s) / (between[-1].time_s - between[0].time_s)
+    start = ([sample for sample in samples if sample.time_s <= first] or samples)[-1]
+    end = next((sample for sample in samples if sample.time_s >= last), samples[-1])
+    return (end.busy_s - start.busy_s) / (end.time_s - start.time_s)
 
 
 def _run_sampled(folder: Path, url: str, config: dict[str, Any]) -> tuple[FlowRun, list[Sample]]:

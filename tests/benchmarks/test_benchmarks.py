@@ -230,7 +230,7 @@ def test_sweep_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     rows = sweep_overhead.measure(num_trials=8, num_steps=2)
     check(rows, "sweep_overhead", 2)
-    assert "budget 1.5 s" in rows[0].note
+    assert "at most 1.5 s" in rows[0].note
 
 
 def test_ratios_pair_consecutive_measurements() -> None:

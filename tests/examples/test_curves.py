@@ -16,6 +16,8 @@ from examples.curves import DRAWINGS, curves, draw, lines, train
 def test_every_variant_runs_and_is_drawn(
     recipe: str, tmp_path: Path, prefect_server: str, engine_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if recipe == "multiply":
+        pytest.importorskip("reasoning_gym", reason="pip install -c constraints.txt -e '.[gym]'")
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
     locations = [f"base_url={engine_url}", f"storage={tmp_path}", f"tracking=sqlite:///{tmp_path / 'mlflow.db'}"]
     short = ["model=tiny", "num_steps=2", "eval_every=2", "checkpoint_every=2"]
