@@ -54,7 +54,9 @@ class Limits:
             raise TooLargeError(f"it may have more than {MAX_PIECES} results")
         if operation not in GROWING:
             shape = _broadcast_shape(tensors)
-            num_elements = _check_shape([*shape, max(len(shape), 1)] if operation in INDICES else shape)
+            if operation in INDICES and len(args) + len(kwargs.keys() - {"as_tuple"}) == 1:
+                shape.append(max(len(shape), 1))
+            num_elements = _check_shape(shape)
             flops = num_elements * _flops_per_element(operation, args, kwargs, cheap_flops)
         elif operation is operator.getitem and any(tensor.dtype == torch.bool for tensor in tensors):
             # A mask selects at most all elements; an index in the same call can repeat the selection.

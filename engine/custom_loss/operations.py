@@ -203,6 +203,7 @@ SLOW = _operations_named(
     "argsort bucketize digamma erfcx i0 i0e i1 i1e kthvalue lgamma log_ndtr logcumsumexp median mode msort nanmedian "
     "nanquantile ndtri polygamma psi quantile renorm searchsorted sort topk unique unique_consecutive zeta"
 )
-INDICES = _operations_named("nonzero")  # one index for each dimension of each element
+# Operations that return one index for each dimension of each element if they have one argument.
+INDICES = _operations_named("nonzero where")
 ITERATIVE = _operations_named("gammainc gammaincc")  # hundreds of terms for each element
 REPEATED = _operations_named("diff")  # their argument n is a number of passes

@@ -42,7 +42,7 @@ from tasks.rl.rollout_source import build_environments
 _NUM_MEASURED = 64
 
 SamplingMethod = RlConfig | OnPolicyConfig | SelfConfig
-ModelGroup = tuple[str, EnvGroupBuilder]  # a group, and the base model of its teacher
+ModelGroup = tuple[str, EnvGroupBuilder]  # base model of the teacher, or the trained model; and a group
 
 
 class RunGroups(NamedTuple):

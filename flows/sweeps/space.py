@@ -92,7 +92,7 @@ def _option(path: str, value: Any) -> Option:
 def _grid(values: Range) -> Sequence[int | float]:
     """Return `num` values of a range, including its ends; for integers, fewer if some of them coincide.
 
-    Values between the ends that are no integers are rounded to six digits, unless they would lose their order.
+    If an end is a float, the values between the ends are rounded to six digits, unless they would lose their order.
 
     >>> _grid(Range(low=1, high=100, log=True, num=3)), _grid(Range(low=0.0, high=1.0, num=4))
     ([1, 10, 100], [0.0, 0.333333, 0.666667, 1.0])

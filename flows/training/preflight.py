@@ -29,7 +29,7 @@ from flows.runs.start.fork import is_fork, named_origin
 from flows.runs.tracking.lineage import log_datasets
 from objectives.batch import Batch
 from objectives.config.term_lookup import find_term
-from objectives.labels import MEMBER, PROMPT
+from objectives.labels import MEMBER, NONE, PROMPT
 from objectives.objective import CROSS_ENTROPY, Objective
 from objectives.term import Term
 from tasks.common.digests import digest_batch
@@ -145,7 +145,9 @@ def warning_of_split_rollouts(objective: Objective, batch: Batch) -> str:
     pairs = [label_D for label_D in labels if label_D is not None]
     if len(pairs) < len(labels) or not any(term.term.name == "kl" for term in objective.regularizers):
         return ""
-    num_members = len(torch.stack(pairs).unique(dim=1).T)
+    # Each datum without the label is a conversation of its own.
+    num_members = len(torch.stack([label_D[pairs[1] != NONE] for label_D in pairs]).unique(dim=1).T)
+    num_members += int((pairs[1] == NONE).sum())
     if num_members == batch.num_datums:
         return ""
     return (

@@ -21,7 +21,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 from blocks.storage import RunDirectory
 from blocks.terminal import TextConsole, escape_terminal
 from objectives.batch import Batch, unpack
-from objectives.labels import MEMBER, PROMPT, number_prompts
+from objectives.labels import MEMBER, NONE, PROMPT, number_prompts
 from tasks.common.task import retried_task
 from tasks.reports.html import (
     artifact_key,
@@ -168,7 +168,8 @@ def _title(batch: Batch, index: int) -> str:
         side = _SIDES.get(labels[_DESIRABLE], "")
         return f"pair {labels[_PAIR]}, {side}" if labels.get(_PAIR, -1) >= 0 else f"answer {index} without a pair"
     if batch.advantages_DT is not None:
-        return f"prompt {labels.get(PROMPT, 0)}, rollout {labels.get(MEMBER, index)}"
+        member = labels.get(MEMBER, NONE)
+        return f"prompt {labels.get(PROMPT, 0)}, rollout {index if member == NONE else member}"
     return f"example {index}"
 
 

@@ -247,6 +247,11 @@ def many_indices(logprobs, advantages, beta):
     return logprobs.sum() + x.nonzero().sum(), {}
 
 
+def many_indices_by_where(logprobs, advantages, beta):
+    x = (logprobs[:, None] * advantages).reshape(-1, 1, 1, 1, 1, 1, 1, 1)
+    return logprobs.sum() + torch.where(x)[0].sum(), {}
+
+
 def many_pieces(logprobs, advantages, beta):
     return torch.zeros(logprobs.shape[0] * 10**6).split(1)[0].sum() + logprobs.sum(), {}
 
@@ -271,6 +276,7 @@ def many_results(logprobs, advantages, beta):
         (huge_by_value, 6),
         (huge_one_hot, 6),
         (many_indices, 2000),
+        (many_indices_by_where, 2000),
         (many_pieces, 6),
         (many_results, 4000),
     ],
