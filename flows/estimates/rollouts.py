@@ -51,7 +51,7 @@ class RunGroups(NamedTuple):
     Attributes:
         schedule: Steps of the run.
         at: Returns the groups of a step.
-        num_trained: Groups of a step that are trained on; None for all.
+        num_trained: Maximum number of groups of a step that are trained on; over-sampling starts more.
         models: Base model of each dataset's teacher; without teachers, the trained model.
         tests: Held-out groups of each dataset.
         evaluators: Evaluators of the config.
@@ -59,7 +59,7 @@ class RunGroups(NamedTuple):
 
     schedule: Schedule
     at: Callable[[int], list[ModelGroup]]
-    num_trained: int | None
+    num_trained: int
     models: Sequence[str]
     tests: Sequence[RLDataset | None]
     evaluators: EvaluatorSizes
@@ -117,7 +117,7 @@ def estimate_rollouts(config: SamplingMethod, ignored: Sequence[str] = ()) -> Co
             return CostEstimate(
                 config.run_name, config.model, num_steps, costs, costs, *basis, first_step=schedule.first
             )
-        sizes = _measure(config, groups)
+        sizes = _measure(groups)
     with Objective.from_spec(config.objective) as objective:
         bills = [_count(config, objective, sizes, schedule, Bill(prices), is_high=high) for high in (False, True)]
         excluded = tuple(_excluded(config, objective, sizes))
@@ -141,7 +141,7 @@ def _count(
     """Count the tokens of a run whose completions have one token each, or the maximum."""
     length = config.rollout.max_tokens if is_high else 1
     trained, held_out = sizes.trained, sizes.all_held_out
-    # The prompts of other steps are as long as those of the measured ones.
+    # Other steps are assumed to have as many prompts of the same length.
     share = 1 / sizes.num_measured
     of_all_steps = len(schedule.steps) * share
     refills = config.rollout.refill_rounds if is_high else 0
@@ -239,7 +239,7 @@ def _open_groups(config: SamplingMethod) -> Iterator[RunGroups]:
         else:
             weights = [dataset.weight for dataset in datasets]
             mixture = Mixture([train for train, _ in built], weights, config.batch_size, config.seed)
-            steps_per_epoch, num_trained = len(mixture), None
+            steps_per_epoch, num_trained = len(mixture), config.batch_size
 
             def groups_at(step: int) -> list[ModelGroup]:
                 return [(models[item.dataset], item.value) for item in mixture.at(step)]
@@ -248,36 +248,39 @@ def _open_groups(config: SamplingMethod) -> Iterator[RunGroups]:
         yield RunGroups(schedule_of(config, steps_per_epoch), groups_at, num_trained, models, tests, evaluators)
 
 
-def _measure(config: SamplingMethod, groups: RunGroups) -> RunSizes:
+def _measure(groups: RunGroups) -> RunSizes:
     """Measure the groups of the first steps and the held-out groups."""
     steps: list[list[ModelGroup]] = []
     numbers = groups.schedule.steps
     while len(steps) < len(numbers) and sum(map(len, steps)) < _NUM_MEASURED:
         steps.append(groups.at(numbers[len(steps)]))
-    started: dict[str, list[EnvGroupBuilder]] = {}
-    for model, group in chain(*steps):
-        started.setdefault(model, []).append(group)
-    held_out: dict[str, list[EnvGroupBuilder]] = {}
-    for model, test in zip(groups.models, groups.tests, strict=True):
-        held_out.setdefault(model, []).extend(_groups_of(test) if test is not None else [])
-    started_sizes, test_sizes = (
-        {model: measure(of_model) for model, of_model in of_part.items()} for of_part in (started, held_out)
+    # Over-sampling may cancel any group; assume the last ones.
+    trained = _measure_by_model(chain(*(step[: groups.num_trained] for step in steps)))
+    cancelled = _measure_by_model(chain(*(step[groups.num_trained :] for step in steps)))
+    started = {model: sizes.plus(cancelled.get(model, GroupSizes())) for model, sizes in trained.items()}
+    held_out = _measure_by_model(
+        (model, group)
+        for model, test in zip(groups.models, groups.tests, strict=True)
+        for group in (_groups_of(test) if test is not None else [])
     )
-    trained = total(started_sizes.values())
-    if config.rollout.oversampling_factor > 1:  # any group may be cancelled; assume the last ones
-        trained = measure([group for of_step in steps for _, group in of_step[: groups.num_trained]])
-    has_unknown_judge = _has_unknown_judge(started.values())
-    return RunSizes(len(steps), started_sizes, trained, test_sizes, groups.evaluators, has_unknown_judge)
+    has_unknown_judge = _has_unknown_judge(group for _, group in chain(*steps))
+    return RunSizes(len(steps), started, total(trained.values()), held_out, groups.evaluators, has_unknown_judge)
+
+
+def _measure_by_model(groups: Iterable[ModelGroup]) -> dict[str, GroupSizes]:
+    by_model: dict[str, list[EnvGroupBuilder]] = {}
+    for model, group in groups:
+        by_model.setdefault(model, []).append(group)
+    return {model: measure(of_model) for model, of_model in by_model.items()}
 
 
 def _groups_of(dataset: RLDataset) -> list[EnvGroupBuilder]:
     return [group for index in range(len(dataset)) for group in dataset.get_batch(index)]
 
 
-def _has_unknown_judge(parts: Iterable[Sequence[EnvGroupBuilder]]) -> bool:
+def _has_unknown_judge(groups: Iterable[EnvGroupBuilder]) -> bool:
     return any(
         isinstance(group, PairwisePreferenceGroupBuilder)
         and verdict_tokens(group.preference_model, group.convo_prefix) is None
-        for part in parts
-        for group in part
+        for group in groups
     )
