@@ -295,7 +295,8 @@ def silence_console_logs() -> None:
     resend_log_lines()
     # Prefect's logger of background threads ignores its level. `deliver_events` says what was not sent.
     for handler in logging.getLogger("prefect._internal").handlers:
-        handler.setLevel(logging.CRITICAL)
+        if type(handler).__module__ == "prefect.logging.handlers":
+            handler.setLevel(logging.CRITICAL)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     # It warns if the run continues in another process, which the run itself reports.
     logging.getLogger("mlflow.system_metrics").setLevel(logging.ERROR)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import sqlite3
 import threading
 import time
@@ -117,6 +119,18 @@ def test_sql_of_a_failed_request_is_not_shown(tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(MlflowException, match="no such table: runs"):
         client.get_run("0" * 32)
     assert "SELECT" not in capsys.readouterr().err
+
+
+def test_handlers_of_other_libraries_are_not_silenced() -> None:
+    internal = logging.getLogger("prefect._internal")
+    handler = logging.StreamHandler(io.StringIO())
+    internal.addHandler(handler)
+    try:
+        silence_console_logs()
+        internal.error("A thread failed.")
+    finally:
+        internal.removeHandler(handler)
+    assert handler.stream.getvalue() == "A thread failed.\n"
 
 
 def test_step_counts_as_logged_after_all_of_its_points(mlflow_uri: str) -> None:
