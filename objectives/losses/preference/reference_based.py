@@ -32,7 +32,8 @@ def dpo(policy: PairLogprobs, reference: PairLogprobs, *, beta: float = 0.1) -> 
 def ipo(policy: PairLogprobs, reference: PairLogprobs, *, beta: float = 0.1) -> Tensor:
     """Identity preference optimization, ``((m - m_ref) - 1 / (2 beta))^2`` per pair, ``(P,)``; margins as in `dpo`.
 
-    The loss pulls ``m - m_ref`` toward ``1 / (2 beta)``, so the margin does not grow without bound.
+    The loss pulls ``m - m_ref`` toward ``1 / (2 beta)``, so the margin does not grow without bound. The
+    log-probabilities are sums over tokens; some implementations, such as TRL's, divide them by the completion's length.
 
     Source: Azar et al. 2023, "A General Theoretical Paradigm to Understand Learning from Human Preferences"
     (arXiv:2310.12036), equation 17, where beta is called tau.

@@ -1,92 +1,12 @@
-"""Preference losses, compared with formulas in plain Python and with finite differences."""
+"""Gradients and extreme values of preference losses; `test_preferences_of_trl` compares their values with TRL."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from objectives import ObjectiveError
 from objectives.losses import PairLogprobs, bradley_terry, dpo, ipo, kto, orpo, pair_logprobs, simpo
-
-Pair = tuple[float, float, int, int]
-logprob = st.floats(-40, -0.01)
-pairs = st.lists(st.tuples(logprob, logprob, st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4)
-
-
-def as_pairs(rows: list[Pair]) -> PairLogprobs:
-    columns = torch.tensor(rows, dtype=torch.float64).T
-    return PairLogprobs(columns[0], columns[1], columns[2], columns[3])
-
-
-def log_sigmoid(x: float) -> float:
-    return -math.log1p(math.exp(-x)) if x > 0 else x - math.log1p(math.exp(x))
-
-
-def plain_dpo(c, r, rc, rr, beta):
-    return -log_sigmoid(beta * ((c - rc) - (r - rr)))
-
-
-def plain_ipo(c, r, rc, rr, beta):
-    return ((c - rc) - (r - rr) - 0.5 / beta) ** 2
-
-
-@given(pairs, st.integers(0, 99))
-@pytest.mark.parametrize(("loss", "reference_loss"), [(dpo, plain_dpo), (ipo, plain_ipo)])
-def test_reference_based_losses(loss, reference_loss, rows, seed):
-    reference = torch.randn(2, len(rows), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    policy, frozen = as_pairs(rows), PairLogprobs(reference[0], reference[1], torch.ones(1), torch.ones(1))
-    expected = [
-        reference_loss(c, r, rc, rr, 0.3) for (c, r, _, _), (rc, rr) in zip(rows, reference.T.tolist(), strict=True)
-    ]
-    assert loss(policy, frozen, beta=0.3).tolist() == pytest.approx(expected, rel=1e-9)
-
-
-def plain_simpo(c, r, n, m):
-    return -log_sigmoid(2.5 * (c / n - r / m) - 0.7)
-
-
-def plain_orpo(c, r, n, m):
-    chosen, rejected = math.exp(c / n), math.exp(r / m)
-    odds_ratio = (chosen / (1 - chosen)) / (rejected / (1 - rejected))
-    return -c / n - 0.4 * log_sigmoid(math.log(odds_ratio))
-
-
-@given(pairs)
-def test_reference_free_losses(rows):
-    policy = as_pairs(rows)
-    assert simpo(policy, beta=2.5, gamma=0.7).tolist() == pytest.approx([plain_simpo(*row) for row in rows], rel=1e-9)
-    assert orpo(policy, weight=0.4).tolist() == pytest.approx([plain_orpo(*row) for row in rows], rel=1e-6)
-
-
-@given(st.lists(st.tuples(st.floats(-9, 9), st.booleans()), min_size=1, max_size=5), st.floats(-2, 5))
-def test_kto(answers, divergence):
-    def expected(log_ratio, desirable):
-        z = max(0.0, divergence)
-        sign, weight = (1, 1.5) if desirable else (-1, 0.5)
-        return weight * (1 - 1 / (1 + math.exp(-sign * 0.3 * (log_ratio - z))))
-
-    log_ratios, desirable = zip(*answers, strict=True)
-    actual = kto(
-        torch.tensor(log_ratios, dtype=torch.float64),
-        torch.tensor(desirable),
-        torch.tensor(divergence, dtype=torch.float64, requires_grad=True),
-        beta=0.3,
-        desirable_weight=1.5,
-        undesirable_weight=0.5,
-    )
-    assert not actual.requires_grad
-    assert actual.tolist() == pytest.approx([expected(*completion) for completion in answers], rel=1e-9)
-
-
-@given(st.lists(st.tuples(st.floats(-30, 30), st.floats(-30, 30)), min_size=1, max_size=5))
-def test_bradley_terry(scores):
-    chosen, rejected = torch.tensor(scores, dtype=torch.float64).T
-    assert bradley_terry(chosen, rejected).tolist() == pytest.approx([-log_sigmoid(a - b) for a, b in scores], rel=1e-9)
-
 
 LENGTHS = torch.arange(1.0, 6.0, dtype=torch.float64)
 REFERENCE = PairLogprobs(-LENGTHS, LENGTHS - 7, LENGTHS, LENGTHS)
