@@ -3,11 +3,12 @@
 `python supervise.py [--grace=SECONDS] [--children-first] [--restarts=NUMBER] COMMAND ...`
 
 The parent process holds the other end of standard input, which the kernel closes when the parent ends. When the parent
-or the command ends, the supervisor stops what is left: the command's process group gets SIGTERM, and after `--grace`
-seconds (15 by default) the group and, on Linux, all other descendants get SIGKILL. `--children-first` is for a command
-that would not give its children time to exit: they get SIGTERM and the grace time first, and the command then gets a
-grace time of its own. `--restarts` starts a command that a signal has killed again, this many times at most. On Linux,
-the command also gets SIGTERM if the supervisor itself is killed. This module imports nothing of the project, so that it
+or the command ends, or the supervisor gets SIGTERM, it stops what is left: the command's process group gets SIGTERM,
+and after `--grace` seconds (15 by default) the group and, on Linux, all other descendants get SIGKILL.
+`--children-first` is for a command that would not give its children time to exit: when the parent ends, they get
+SIGTERM and the grace time first, and the command then gets a grace time of its own. `--restarts` is how often the
+command is started again at most after a signal has killed it; what it left running is killed first. On Linux, the
+command also gets SIGTERM if the supervisor itself is killed. This module imports nothing of the project, so that it
 starts in milliseconds.
 """
 

@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.custom_loss.operations import CHEAP, GROWING, INDICES, ITERATIVE, REPEATED, SLOW, SPLITTING, Operation
+from engine.custom_loss.operations import (
+    CHEAP,
+    GROWING,
+    INDICES,
+    ITERATIVE,
+    QUANTILES,
+    REPEATED,
+    SLOW,
+    SPLITTING,
+    Operation,
+)
 from engine.torch_internals import TorchDispatchMode, flop_registry
 
 MAX_ELEMENTS = 2**24  # elements of one tensor, enough for all pairs of 4,096 tokens
@@ -56,12 +66,13 @@ class Limits:
             shape = _broadcast_shape(tensors)
             if operation in INDICES and len(args) + len(kwargs.keys() - {"as_tuple"}) == 1:
                 shape.append(max(len(shape), 1))
+            if operation in QUANTILES:  # one result for each element of the second argument
+                shape += [quantiles.numel() for quantiles in _tensors((args[1:], kwargs.get("q")))]
             num_elements = _check_shape(shape)
             flops = num_elements * _flops_per_element(operation, args, kwargs, cheap_flops)
-        elif operation is operator.getitem and any(tensor.dtype == torch.bool for tensor in tensors):
+        elif operation is operator.getitem and any(tensor.dtype == torch.bool for tensor in _tensors(args[1:])):
             # A mask selects at most all elements; an index in the same call can repeat the selection.
-            flops = _check_shape([tensor.numel() for tensor in tensors if tensor.dtype != torch.bool])
-            flops *= cheap_flops
+            flops = _check_shape([args[0].numel(), *_index_sizes(args[1])]) * cheap_flops
         else:
             # On the meta device an operation computes its output shapes without allocating memory.
             meta_args, meta_kwargs = _without_data(args), _without_data(kwargs)
@@ -151,6 +162,21 @@ def _broadcast_shape(tensors: list[Tensor]) -> list[int]:
     """Return the sizes of the broadcast tensors, last dimension first; torch itself rejects shapes that do not fit."""
     shapes = [tensor.shape[::-1] for tensor in tensors]
     return [max(sizes) for sizes in zip_longest(*shapes, fillvalue=1)]
+
+
+def _index_sizes(index: object) -> Iterator[int]:
+    """Sizes of the indices in an index of `operator.getitem` that can repeat elements: integer tensors, and lists."""
+    if isinstance(index, Tensor):
+        yield index.numel() if index.dtype != torch.bool else 1
+    elif isinstance(index, tuple) or (isinstance(index, list) and next(_tensors(index), None) is not None):
+        for part in index:
+            yield from _index_sizes(part)
+    elif isinstance(index, list):
+        yield _num_leaves(index)
+
+
+def _num_leaves(nested: list[Any]) -> int:
+    return sum(_num_leaves(item) if isinstance(item, list) else 1 for item in nested)
 
 
 def _tensors(value: object) -> Iterator[Tensor]:

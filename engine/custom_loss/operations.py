@@ -205,5 +205,7 @@ SLOW = _operations_named(
 )
 # Operations that return one index for each dimension of each element if they have one argument.
 INDICES = _operations_named("nonzero where")
+# Operations with a result for each element of their second argument, q.
+QUANTILES = _operations_named("quantile nanquantile")
 ITERATIVE = _operations_named("gammainc gammaincc")  # hundreds of terms for each element
 REPEATED = _operations_named("diff")  # their argument n is a number of passes

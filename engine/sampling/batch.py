@@ -70,7 +70,8 @@ class Batch:
         self._kv_cache = KVCache(self._max_tokens, SLOTS_PER_GRAPH if has_graphs else 1)
         self._prefix_cache = PrefixCache()
         self._graphs = DecodingGraphs(base, self._kv_cache) if has_graphs else None
-        # Continuing cached tokens may change bits, and keys that depend on the sequence's length cannot be shared.
+        # A prefill that continues cached tokens may give other bits, and rows of different lengths cannot share the
+        # attention keys of a model whose keys depend on the length.
         self._caches_prefixes = not deterministic and not base.keys_depend_on_length
         self._params: RowSamplingParams | None = None
         self._group_of_all: RowGroup | None = None

@@ -59,12 +59,13 @@ _FIGURES = {
 }
 _BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{remaining}, {rate_fmt}{postfix}]"
 _NARROWEST_BAR, _LONGEST_NAME = 10, 16
-# Lines of a run whose output is no terminal: one per tenth of the steps, and at least one a minute.
+# Lines of a run whose output is no terminal: after the first step, at each tenth of the steps, and after a step whose
+# last line is a minute old.
 _NUM_LINES, _LINE_EVERY_S = 10, 60.0
 
 
 def method_figures(metrics: Mapping[str, float]) -> list[str]:
-    """Figures of a step as text, the most important first: reward and its parts, accuracy, margin or likelihood.
+    """Figures of a step as text, the most important first, such as reward and its parts, accuracy, loss and cost.
 
     >>> method_figures({"loss/total": 6.9, "train_mean_nll": 5.01234, "cost/usd": 0.25})
     ['nll=5.012', 'loss=6.9', '$0.25']
@@ -99,8 +100,8 @@ class Pauses(NamedTuple):
     """Work of a run between its steps.
 
     Attributes:
-        evaluations: kind of the evaluation before each step that has one; `num_steps` is the step of the final weights.
-            Evaluations of one kind take about the same time.
+        evaluations: kind of each evaluation, by the step before which it runs; the final weights are evaluated before
+            step `num_steps`. Evaluations of one kind take about the same time.
         saves: steps before which a checkpoint is saved. The service saves it before it computes the step, so the
             step's duration includes the save.
     """
@@ -135,9 +136,9 @@ class TimeLeft:
 
     @property
     def pace(self) -> float:
-        """Seconds of a step, without evaluations, and without checkpoints unless each step so far follows one.
+        """Mean seconds of a step, without its evaluation.
 
-        The first step, which takes longer, counts only until there is another.
+        Steps after a checkpoint, and the first step, which takes longer, count only as long as there are no others.
         """
         return fmean(self._plain_s or self._after_save_s or [self._first_s or 0.0])
 
@@ -147,7 +148,7 @@ class TimeLeft:
         evaluations = [kind for step, kind in self._pauses.evaluations.items() if step >= self._step]
         longest = max(self._evaluation_s.values(), default=0.0)
         evaluations_s = sum(self._evaluation_s.get(kind, longest) for kind in evaluations)
-        if evaluations:  # the last one stores examples, as the first does
+        if evaluations:  # the last evaluation stores examples, like the first
             evaluations_s += self._examples_s
         save_s = max(0.0, fmean(self._after_save_s) - self.pace) if self._after_save_s else 0.0
         num_saves = sum(step >= self._step for step in self._pauses.saves)
@@ -158,7 +159,8 @@ class Progress:
     """Progress of a run in the terminal and on its page in the Prefect UI.
 
     A terminal shows a progress bar that fits its width; everything else that is printed appears above the bar. If the
-    output is no terminal, a line is printed for each tenth of the steps, and at least once a minute.
+    output is no terminal, a line is printed after the first step, at each tenth of the steps, and after a step if the
+    last line is a minute old.
     """
 
     def __init__(

@@ -110,8 +110,8 @@ def make_plan(config: SweepConfig) -> SweepPlan:
     base_config = validate_fields(flow.config_type, base | {"run_name": config.run_name})
     if isinstance(base_config, TrainConfig) and base_config.if_exists != "resume":
         raise ConfigError(
-            f"base has if_exists {base_config.if_exists!r}, but a resumed sweep resumes its trials: remove if_exists, "
-            "or choose another run_name for another sweep."
+            f"base has if_exists {base_config.if_exists!r}, but a resumed sweep resumes its trials: remove if_exists; "
+            "to start over, also choose another run_name."
         )
     if base_config.needs_approval:
         raise ConfigError(
@@ -140,7 +140,7 @@ def make_plan(config: SweepConfig) -> SweepPlan:
             f"The grid has {num_points:,} points, and the limit is {_MOST_POINTS:,}: reduce the values, or use the "
             "search `random` or `bayesian`."
         )
-    # Points that differ only in the weights of ablated regularizers are equal.
+    # Points that differ only in fields of ablated regularizers are equal.
     distinct = {
         json.dumps(values): values for values in (drop_idle_values(v, dimensions) for v in every_point(dimensions))
     }
@@ -168,10 +168,14 @@ def _check_distinct(dimensions: Sequence[Dimension]) -> None:
 
 
 def _check_values(plan: SweepPlan) -> None:
-    """Validate each value of each dimension by itself."""
+    """Validate each option, and both ends of each range, by itself."""
     for dimension in plan.dimensions:
         for option in dimension.extremes:
             _check(plan, {dimension.name: option.label}, "the space")
+
+
+def _stages(config: SweptConfig) -> Sequence[TrainConfig]:
+    return config.stages() if isinstance(config, RlhfConfig) else [config]
 
 
 def _check(plan: SweepPlan, values: Mapping[str, Label], subject: str) -> None:
@@ -186,10 +190,10 @@ def _check(plan: SweepPlan, values: Mapping[str, Label], subject: str) -> None:
     assignment = ", ".join(f"{name}={value}" for name, value in values.items()) or "the base config"
     try:
         longest = plan.trial_name(plan.num_points, max(plan.config.seeds))
-        unused_seed = max(plan.config.seeds) + 1
-        config = plan.config_of(values, longest, unused_seed)
-        for stage in config.stages() if isinstance(config, RlhfConfig) else [config]:
-            if stage.seed != unused_seed:
+        seeds = max(plan.config.seeds) + 1, max(plan.config.seeds) + 2  # a stage cannot have both by itself
+        config, other = (plan.config_of(values, longest, seed) for seed in seeds)
+        for stage, same in zip(_stages(config), _stages(other), strict=True):
+            if stage.seed == same.seed:
                 raise ConfigError(
                     f"a stage has the seed {stage.seed}, so the sweep's seeds do not reach it: remove the stage's seed"
                 )

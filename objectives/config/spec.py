@@ -16,7 +16,7 @@ Backend = Literal["auto", "client", "server"]
 
 
 def _reject_clusters(execution: object) -> object:
-    """Explain how to replace the executions of release 0.1 that are now a choice of the run."""
+    """Reject the executions `dask` and `ray` of release 0.1; the error says what replaces them."""
     if execution in ("dask", "ray"):
         raise ValueError(
             f"a cluster is now a setting of the run: set task_runner.kind to {execution!r}, remove this execution, and "
@@ -198,8 +198,8 @@ class WatchSpec(BaseModel):
         ge=0,
         lt=1,
         title="Idle below",
-        description="Gradient share of a term with one score per completion below which the run warns, because the "
-        "term has almost no effect.",
+        description="The run warns if the gradient share of a term with one score per completion is below this value: "
+        "the term then has almost no effect.",
     )
     patience: int = Field(
         default=20,
@@ -224,6 +224,11 @@ class WatchSpec(BaseModel):
     )
 
 
+def _read_off(value: object) -> object:
+    """Return None for the word `off`, and for False, because YAML reads an unquoted `off` as False."""
+    return None if value == OFF or value is False else value
+
+
 class ObjectiveSpec(BaseModel):
     """Base loss and the terms added to it."""
 
@@ -235,7 +240,7 @@ class ObjectiveSpec(BaseModel):
         description="Loss to which the terms are added: the name of the loss, or its name and parameters.",
     )
     regularizers: tuple[RegularizerSpec, ...] = Field(default=(), title="Regularizers", description="Weighted terms.")
-    balance: Annotated[BalanceSpec | None, BeforeValidator(lambda value: None if value == OFF else value)] = Field(
+    balance: Annotated[BalanceSpec | None, BeforeValidator(_read_off)] = Field(
         default=None,
         title="Balance",
         description="Rule that adapts the weights at each step: a mapping whose `method` is `upgrad`, `dualproj`, "
@@ -246,6 +251,7 @@ class ObjectiveSpec(BaseModel):
         default="auto",
         title="Backend",
         description="Where the objective is computed. `server`: on the service, in one pass per step. `client`: on "
-        "the client, between the two passes of a step. `auto`: on the service if the base loss and every term can be "
-        "traced, else on the client.",
+        "the client, between the two passes of a step. `auto`: on the service if the base loss and every term that is "
+        "not a monitor can be traced, or if the service has the base loss by name and all terms are monitors; else on "
+        "the client.",
     )

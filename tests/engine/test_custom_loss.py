@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tinker.types.custom_loss_graph import CustomLossNode
 
 from engine.compute.datum import Datum
 from engine.custom_loss.graph import MAX_NODES, read_graph
-from engine.custom_loss.limits import Limits
+from engine.custom_loss.limits import Limits, TooLargeError
 from engine.custom_loss.loss import CustomLoss
 from engine.custom_loss.operations import FUNCTIONS
 from engine.errors import EngineError, RequestError
@@ -364,6 +365,33 @@ def test_work_is_estimated(operation, shapes, expected) -> None:
     limits = Limits()
     limits.check_before(operation, tuple(torch.zeros(shape) for shape in shapes), {})
     assert limits._flops == expected + 2**20
+
+
+ROW = torch.zeros(1, 2**14)
+FLAGS, INDEX, MASK = ROW > 0, torch.zeros(2**11).long(), torch.ones(1).bool()
+
+
+@pytest.mark.parametrize(
+    ("operation", "args"),
+    [
+        (torch.quantile, (ROW, torch.zeros(2**11), 0)),
+        (torch.Tensor.nanquantile, (ROW, torch.zeros(2**11), 0)),
+        (operator.getitem, (FLAGS, INDEX * 0)),
+        (operator.getitem, (ROW[:, None], (MASK, INDEX))),
+        (operator.getitem, (ROW[:, None].expand(4, -1, -1), (MASK.expand(4), [0] * 1024))),
+        (operator.getitem, (ROW, [INDEX, FLAGS[:, 0]])),
+    ],
+)
+def test_results_that_repeat_their_input_are_rejected_before_allocation(operation, args) -> None:
+    with pytest.raises(TooLargeError, match="a result would have"):
+        Limits().check_before(operation, args, {})
+
+
+@pytest.mark.parametrize("index", [FLAGS, (MASK, slice(0, 9)), (slice(None), FLAGS[0]), (MASK, [0, 1, 2], None)])
+def test_masks_are_accepted(index) -> None:
+    limits = Limits()
+    limits.check_before(operator.getitem, (FLAGS, index), {})
+    limits.check_after(FLAGS[index])
 
 
 def test_the_gradient_counts_as_work() -> None:

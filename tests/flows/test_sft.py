@@ -13,6 +13,7 @@ import tinker
 import torch
 from mlflow import MlflowClient
 from prefect.client.orchestration import get_client
+from prefect.client.schemas import TaskRun
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterId
 from sft_config import sft_fields
 
@@ -86,12 +87,16 @@ def test_weight_schedule_is_followed(finished: TrainResult) -> None:
     assert weights == pytest.approx([0.5 * step / 7 for step in range(8)])
 
 
-def test_each_step_is_task_runs(finished: TrainResult) -> None:
+def recorded_task_runs(finished: TrainResult) -> list[TaskRun]:
     deliver_events()
     wait_until_recorded(UUID(finished.flow_run_id), "report")
     flow_run = FlowRunFilter(id=FlowRunFilterId.model_validate({"any_": [finished.flow_run_id]}))
     with get_client(sync_client=True) as client:
-        runs = client.read_task_runs(flow_run_filter=flow_run, limit=200)
+        return client.read_task_runs(flow_run_filter=flow_run, limit=200)
+
+
+def test_each_step_consists_of_task_runs(finished: TrainResult) -> None:
+    runs = recorded_task_runs(finished)
     names = [run.name for run in runs]
     assert {run.state_name for run in runs} == {"Completed"}
     for term in ("topology", "logic", "confidence"):
@@ -105,12 +110,10 @@ def test_each_step_is_task_runs(finished: TrainResult) -> None:
 
 
 def test_terms_that_need_only_the_data_are_prepared_ahead(finished: TrainResult) -> None:
-    flow_run = FlowRunFilter(id=FlowRunFilterId.model_validate({"any_": [finished.flow_run_id]}))
-    with get_client(sync_client=True) as client:
-        runs = client.read_task_runs(flow_run_filter=flow_run, limit=200)
+    runs = recorded_task_runs(finished)
     ended = sorted(run.end_time for run in runs if run.name.startswith("forward_backward-"))
     prepared = sorted(run.start_time for run in runs if run.name == "prepare-logic")
-    # The features of step s + 1 are computed before the gradients of step s.
+    # `prepare` of step s + 1 starts before forward_backward of step s ends.
     assert all(begun < end for begun, end in zip(prepared[1:], ended[:-1], strict=True))
 
 

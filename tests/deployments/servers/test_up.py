@@ -213,8 +213,10 @@ def test_prefect_and_mlflow_refuse_requests_without_the_login(
             assert httpx.get(url, timeout=60).status_code == 401
             assert httpx.get(url, auth=(user, "guessed"), timeout=60).status_code == 401
             assert httpx.get(url, auth=(user, password), timeout=60).status_code == 200
-        for url in (f"{api}/health", f"{mlflow}/health"):
+        for url in (f"{api}/health", f"{mlflow}/health", f"{mlflow}/api/3.0/mlflow/server-info"):
             assert httpx.get(url, timeout=60).status_code == 200
+            with pytest.raises(httpx.ConnectError):  # another address of this machine
+                httpx.get(url.replace("127.0.0.1", "127.0.0.2"), timeout=60)
         assert subscription_end(api, "guessed") == 1008
         assert subscription_end(api, f"{user}:{password}") is None
         for origin in ("http://elsewhere.example", "http://localhost:9999"):

@@ -72,8 +72,9 @@ def conversations(**common: Any) -> Fields:
 
 def test_an_unquoted_off_of_yaml_is_off(tmp_path: Path) -> None:
     fields = sft_fields(tmp_path, "r", "") | {"guards": {"spike": False}, "prompt_logprobs_last_n": False}
-    config = SftConfig.model_validate(fields | {"candidates": False})
+    config = SftConfig.model_validate(fields | {"candidates": False, "objective": {"balance": False}})
     assert (config.guards.spike, config.prompt_logprobs_last_n, config.candidates) == ("off", "off", "off")
+    assert config.objective.balance is None
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_pruning_stops_a_stage_on_a_worker_of_dask(tmp_path: Path, engine_url: s
         ({"space": {REWARD_RATE: [-1.0]}}, "reward.training.learning_rate=-1.0"),
         ({"space": {"policy.training.objective": [{"base_loss": "nothing"}]}}, "nothing"),
         ({"fixed": {"policy.training.seed": 0}}, "a stage has the seed 0, so the sweep's seeds do not reach it"),
-        ({"space": {"reward.training.seed": [1, 2]}}, "a stage has the seed 2, so the sweep's seeds do not reach it"),
+        ({"space": {"reward.training.seed": [1, 2]}}, "a stage has the seed 1, so the sweep's seeds do not reach it"),
         ({"fixed": {"needs_approval": True}}, "no person can be asked about each trial"),
     ],
 )

@@ -69,7 +69,7 @@ def test_a_term_of_an_installed_package_is_offered(tmp_path: Path, monkeypatch: 
     assert not schema_errors_of_term(name="acme_term")
 
 
-def test_base_losses_are_offered_with_terms() -> None:
+def test_base_losses_and_terms_are_accepted() -> None:
     for base_loss in ("ppo", "dpo", {"name": "ppo", "params": {"clip_low_threshold": 0.9}}):
         assert not schema_errors({"base_loss": base_loss})
     assert schema_errors({"base_loss": 3})

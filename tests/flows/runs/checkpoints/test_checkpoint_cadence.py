@@ -53,7 +53,7 @@ def paths_on_service(engine_url: str) -> set[str]:
     return {checkpoint.tinker_path for checkpoint in rest.list_user_checkpoints(limit=1000).result().checkpoints}
 
 
-@pytest.mark.parametrize(("steps", "tokens"), itertools.product([0, 3], [0, 700, 5000]))
+@pytest.mark.parametrize(("steps", "tokens"), [*itertools.product([0, 3], [0, 700, 5000])])
 def test_due_steps_are_those_of_tinker_cookbook(tmp_path: Path, steps: int, tokens: int) -> None:
     """The run is resumed from its newest checkpoint at random steps, as the cookbook's loop would be."""
     fields = sft_fields(tmp_path, "run", "") | {"checkpoint_every": steps, "checkpoint_every_tokens": tokens}
