@@ -1,8 +1,8 @@
 """Targets of several kinds of terms: the mean over the last quarter of a run, compared with the limit.
 
-Each run uses the default gains and has two targets: an active one, which the run would miss without it, as a run with
-the term at weight 0 shows, and an inactive one, which the run meets anyway. The multiplier of the inactive target
-starts above its lower bound and should fall to it.
+Each run uses the default gains and has two targets. The active target would be missed without control; a run with the
+term at weight 0 shows this. The inactive target is met anyway: its multiplier starts above its lower bound and should
+fall to it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,16 @@ class Measured:
 
 def measure(*, cases: Sequence[Case] = CASES) -> Table:
     """Return one row per case and seed."""
-    columns = ("model", "flow", "target", "without it", "with it", "ratio to the limit", "multiplier", "result")
+    columns = (
+        "model",
+        "flow",
+        "target",
+        "without the target",
+        "with the target",
+        "ratio to the limit",
+        "multiplier",
+        "result",
+    )
     table = Table(title="targets: mean over the last quarter of the run", title_justify="left")
     for column in (*columns, "inactive multiplier"):
         table.add_column(column, overflow="fold")

@@ -18,7 +18,7 @@ from engine.errors import EngineError, RequestError
 
 _PEFT_PREFIX = "base_model.model."
 
-# peft takes layers of these names in a mixture of experts for experts and routers, except in `qwen2_moe`.
+# In a mixture of experts, peft treats layers of these names as experts or routers, except in `qwen2_moe`.
 _EXPERT_LAYERS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
@@ -72,7 +72,8 @@ class Trainer:
 
         Raises:
             RequestError: a forward_backward since the last step failed, a parameter is invalid, or the gradient or its
-                square is not finite; the weights are unchanged.
+                square is not finite. The weights are unchanged, and the gradient is dropped, except if a parameter is
+                invalid.
         """
         reason, self.gradient_error = self.gradient_error, None
         if reason is not None:
@@ -88,10 +89,10 @@ class Trainer:
         return adapter_tensors(self.adapter)
 
     def external_weights(self) -> dict[str, Tensor]:
-        """Return the adapter's live tensors, keyed by the peft names of the modules that peft itself would adapt.
+        """Return the adapter's live tensors by the names that peft loads: those of `weights`, but with the head's own.
 
         Raises:
-            RequestError: peft would load an adapter of dense layers into the experts.
+            RequestError: the adapter has weights of dense layers that peft would load into the experts.
         """
         dense = [name for name in sorted(self.adapter.factors) if name.rpartition(".")[2] in _EXPERT_LAYERS]
         if dense and self.base.has_experts and self.base.loaded.model.config.model_type != "qwen2_moe":

@@ -38,6 +38,7 @@ class Schedule:
             for seed in self._plan.config.seeds:
                 if (point.number, seed) not in self._started:
                     self._started.add((point.number, seed))
+                    self._ended.pop((point.number, seed), None)  # a failed trial that runs again
                     return point, seed
         point = self._plan.next_point([self._tried(recorded) for recorded in self._points])
         if point is None:

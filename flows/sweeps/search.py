@@ -51,7 +51,7 @@ def next_point(
 
     The draw depends only on the tried points, so that a resumed sweep continues like an uninterrupted one.
     """
-    # The number of points is part of the seed, because every call creates a new sampler.
+    # Every call creates a new sampler, which would draw the same numbers again without the number of tried points.
     seed = search.seed * 1_000_003 + len(tried)
     sampler = (
         optuna.samplers.RandomSampler(seed=seed)

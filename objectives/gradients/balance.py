@@ -28,7 +28,7 @@ Weighting: TypeAlias = Callable[[Tensor], Tensor]
 MGDA_EPSILON, MGDA_STEPS = 1e-5, 1000
 
 # TorchJD adds this share of the trace to the diagonal of the Gramian. With its default, 1e-4, a gradient whose norm is
-# below about 1 % of that of all gradients together may remain in conflict with the total.
+# below about 1 % of that of all gradients together may remain in conflict with the total (decision 20).
 PROJECTION_EPSILON = 1e-10
 
 

@@ -135,7 +135,7 @@ class TargetSpec(BaseModel):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Lower and upper bound of the multiplier before the gain unit is known; it counts as 1."""
+        """Lower and upper bound of the multiplier for a gain unit of 1, used before the unit is known."""
         return self.bounds_for(1.0)
 
     def bounds_for(self, gain_unit: float) -> tuple[float, float]:
@@ -163,7 +163,7 @@ W = TypeVar("W", bound=Weighted)
 
 
 def unset_weight(fields: object) -> object:
-    """Set the field `weight` to None if the config has a target but no weight; `check_weight` rejects both."""
+    """Set the field `weight` to None if there is a target but no weight; `check_weight` rejects a config with both."""
     if isinstance(fields, Mapping) and fields.get("target") is not None:
         return {"weight": None, **fields}
     return fields

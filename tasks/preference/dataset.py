@@ -56,7 +56,7 @@ class Comparisons:
 
 
 def held_out_comparisons(builder: ComparisonDatasetBuilder, rows: Dataset | None) -> Comparisons | None:
-    """Return the comparisons of held-out rows; None without rows.
+    """Return the comparisons of held-out rows; None if `rows` is None.
 
     Raises:
         ConfigError: the rows have no comparison.
@@ -124,8 +124,8 @@ class Rendering:
     def pair(self, preference: Preference, number: int) -> list[tinker.Datum]:
         """Return both answers as datums with the labels ``pair`` and ``desirable``.
 
-        The list is empty if truncation to `max_length` removes an answer, or if both answers are equal, truncated or
-        not.
+        The list is empty if truncation to `max_length` removes an answer, or if both answers are equal before or after
+        truncation.
         """
         chosen, rejected = (
             self.datum([*preference.prompt, *answer]) for answer in (preference.chosen, preference.rejected)

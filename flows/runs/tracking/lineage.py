@@ -1,4 +1,4 @@
-"""Data of a run as datasets of its MLflow run and as Prefect assets, to which checkpoints and versions lead back."""
+"""Data of a run as datasets in MLflow and as assets in Prefect, from which its checkpoints and versions derive."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def log_datasets(log: MetricsLog, config: RunConfig, digests: Mapping[str, str],
     MLflow stores a dataset with the same name and digest once, so a run that starts again adds nothing.
 
     Args:
-        digests: digests of data by the text in the config that names them; texts that name no file are left out.
+        digests: digest of each piece of data by the value of the config that names it. Values that are not paths of
+            local files are skipped.
         first_batch: digest of the first batch, which identifies the data of a builder whose config names no file;
             empty for sampled data.
     """
@@ -104,7 +105,7 @@ def _dataset(path: Path, digest: str) -> Dataset:
 
 
 def _describe(path: Path) -> tuple[list[dict[str, Any]], int | None]:
-    """Return the columns of the first row of a JSONL file in MLflow's format, and the number of rows.
+    """Return the columns of a JSONL file's first row, in MLflow's format, and the number of rows.
 
     A file in another format has no columns, and None as the number of rows.
     """

@@ -29,7 +29,7 @@ EXECUTIONS = ("inline", "thread", "process")
 
 @pytest.fixture(scope="module")
 def objective() -> Iterator[Objective]:
-    """Objective with terms of every execution; its processes start once."""
+    """Objective whose terms run in processes, which start once for all tests of this module."""
     names = ("surprise", "lengths", "hangs", "raises", "nan", "shape")
     entries = [{"name": f"{name}-process", "fn": f"test_{name}", "execution": "process"} for name in names]
     with Objective(regularizers=entries) as objective:
@@ -83,7 +83,7 @@ def test_a_hanging_process_is_killed_and_replaced(objective):
     assert run(objective, bind("hangs", "process", params={"slow_s": 0.01}), batch, outputs).gradient_DT.any()
 
 
-def test_a_hanging_thread_is_abandoned_and_blocks_its_caller():
+def test_a_hanging_thread_is_abandoned_and_its_term_refused_until_it_ends():
     batch, outputs = make_batch([2])
     stubborn_terms.RELEASE.clear()
     objective, term = Objective(), bind("hangs", "thread", timeout_s=0.2)
@@ -243,6 +243,7 @@ def test_on_error_last_keeps_the_value_without_gradient():
 
 def test_a_process_ends_with_its_objective():
     batch, outputs = make_batch([2])
+    # `len` stands for datums, which are not sent to the process.
     with Objective(regularizers=[{"name": "test_where", "execution": "process"}]) as objective:
         where = objective.runner.evaluate(objective.regularizers[0], outputs, replace(batch, datums=len), True).metrics
     assert where["pid"] != os.getpid()

@@ -28,7 +28,7 @@ from tasks.training.tracking.metrics import MetricsLog
 
 
 def test_safe_names_are_accepted_by_mlflow_and_distinct() -> None:
-    """All names of up to five characters of an alphabet that contains the escape sequence."""
+    """Names of up to five characters of an alphabet that can spell `-x4-`, and names that need an escape or a cut."""
     names = ["".join(letters) for size in range(6) for letters in itertools.product("-x4@/.", repeat=size)]
     names += ["acc (%)", "größe", "a" * 300, "a" * 301, "@" * 100, "@" * 101, "a\nb", "a-x40@", "a@x40-"]
     safe = [safe_name(name) for name in names]
