@@ -28,6 +28,10 @@ _LOGIN = (
     "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD to those of the server (`tinker-flows up` prints them)"
 )
 _REMEDY = "check `tracking`, or leave it out for a local SQLite file"
+_DRIVER_REMEDIES = {
+    "psycopg": "install it with pip install 'tinker-flows[postgres]'",
+    "psycopg2": "start its URL with postgresql+psycopg://, for the driver of the extra tinker-flows[postgres]",
+}
 _FILE_REMEDY = "check its folder and the free space, or set `tracking` to another store"
 
 # Tag of an MLflow run: the key of the run directory (the record) that it belongs to.
@@ -181,6 +185,8 @@ class MLflowTracking(Block):
             is_file = self.shown_uri.startswith("sqlite:")
             store = f"The MLflow database {self.shown_uri}" if is_file else f"The MLflow server at {self.shown_uri}"
             remedy = _FILE_REMEDY if is_file else _REMEDY
+            if isinstance(error, ImportError):
+                remedy = _DRIVER_REMEDIES.get(error.name or "", remedy)
             raise ServiceError(f"{store} could not be used ({hide_credentials(reason(error))}): {remedy}.") from error
 
 

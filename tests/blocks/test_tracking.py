@@ -133,6 +133,15 @@ def test_an_unreachable_server_is_named_immediately() -> None:
     )
 
 
+def test_a_driver_that_is_not_installed_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLAlchemy takes a URL without a driver for psycopg2."""
+    with pytest.raises(ServiceError, match=r"No module named 'psycopg2'\): start its URL with postgresql\+psycopg://"):
+        MLflowTracking(tracking_uri="postgresql://host/mlflow").get_client()
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(ServiceError, match=r"install it with pip install 'tinker-flows\[postgres\]'"):
+        MLflowTracking(tracking_uri="postgresql+psycopg://host/mlflow").get_client()
+
+
 @pytest.mark.parametrize(
     ("uri", "why"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 import yaml
 from prefect import Flow
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.states import Running, Scheduled
 from prefect.utilities.callables import parameter_schema
@@ -102,6 +103,29 @@ def test_every_form_field_has_title_description_default_and_limits(spec: dict[st
 
 def test_one_schedule_exists_and_is_inactive(deployed: dict[str, DeploymentResponse]) -> None:
     assert [schedule.schedule.cron for schedule in deployed["sft"].schedules] == ["0 2 * * *"]
+
+
+def test_an_active_schedule_creates_runs(prefect_server: str, deployed: dict[str, DeploymentResponse]) -> None:
+    """The server's scheduler calls the same function as this request."""
+    deployment = deployed["sft"]
+    (schedule,) = deployment.schedules
+    until = datetime.now(UTC) + timedelta(days=3)
+    with get_client(sync_client=True) as client:
+        client.update_deployment_schedule(deployment.id, schedule.id, active=True)
+        try:
+            response = client._client.post(
+                f"/deployments/{deployment.id}/schedule", json={"end_time": until.isoformat(), "min_runs": 3}
+            )
+            assert response.status_code == 200, response.text
+            planned = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployment.id]))
+            runs = [run for run in client.read_flow_runs(flow_run_filter=planned) if run.auto_scheduled]
+            times = [run.expected_start_time for run in runs if run.expected_start_time]
+            assert len(times) == 3
+            assert {(time.hour, time.minute) for time in times} == {(2, 0)}
+        finally:
+            client.update_deployment_schedule(deployment.id, schedule.id, active=False)
+    with get_client(sync_client=True) as client:
+        assert not any(run.auto_scheduled for run in client.read_flow_runs(flow_run_filter=planned))
 
 
 def test_start_in_a_run_name_is_the_scheduled_time(

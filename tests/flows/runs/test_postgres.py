@@ -33,7 +33,7 @@ def test_run_on_postgresql(tmp_path: Path, engine_url: str, monkeypatch: pytest.
         connection.close()
         config = tmp_path / "sft.yaml"
         config.write_text(yaml.safe_dump(sft_fields(tmp_path, "team", "", engine_url)))
-        mlflow = f"postgresql://{where}/mlflow"  # with a user name, which a config must not contain
+        mlflow = f"postgresql+psycopg://{where}/mlflow"  # with a user name, which a config must not contain
         with prefect_server(f"postgresql+asyncpg://{where}/prefect") as api:
             subprocess.run(
                 [sys.executable, "-m", "flows.sft", "--config", str(config)],
@@ -43,7 +43,7 @@ def test_run_on_postgresql(tmp_path: Path, engine_url: str, monkeypatch: pytest.
             )
         runs = count(f"postgresql://{where}/prefect", "SELECT count(*) FROM flow_run WHERE state_type = 'COMPLETED'")
         assert runs == 1
-        steps = count(mlflow, "SELECT count(*) FROM metrics WHERE key = 'loss/total'")
+        steps = count(f"postgresql://{where}/mlflow", "SELECT count(*) FROM metrics WHERE key = 'loss/total'")
         assert steps == 8
 
 
