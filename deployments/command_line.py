@@ -39,8 +39,9 @@ class _CommandGroup(TyperGroup):
 
 
 def _exit(error: BaseException) -> None:
-    """Exit on a known error of a run as the command line of a flow does; raise any other error again."""
-    if "flows.runs.cli" not in sys.modules:  # no run was started, so the error did not come from a run
+    """Exit on a known error of a run or an objective as the command line of a flow does; raise any other error again."""
+    modules = {"flows.runs.cli", "objectives.errors"}  # without these, the error is neither
+    if not modules & sys.modules.keys():
         raise error
     from flows.runs.cli import exit_on_error
 

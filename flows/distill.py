@@ -241,7 +241,7 @@ def _off_policy(
 def stored_under(
     config: TeacherTargetsConfig, datasets: Sequence[TeacherDataConfig], teachers: Sequence[str]
 ) -> tuple[str, str]:
-    """Digest what all stored teacher data of a run depends on, and the data files of the environments.
+    """Digest what all stored teacher data of a run depends on, and the code and data files of the environments.
 
     Args:
         teachers: name of each dataset's teacher.
@@ -251,11 +251,12 @@ def stored_under(
     completer = config.rollout.completer
     code = digest_code(cast(Callable[..., object], import_path(completer.builder))) if completer else None
     ingredients = [config.seed, config.rollout, config.top_k, *datasets, *teachers, folders, code]
-    environments = [dataset.environment.params for dataset in datasets if dataset.environment]
+    environments = [dataset.environment for dataset in datasets if dataset.environment]
+    builders = [digest_code(cast(Callable[..., object], import_path(config.builder))) for config in environments]
     # Not the other files of a folder, to which a builder may write.
-    paths = [path for text, _ in texts_in(environments) if (path := path_of(text))]
+    paths = [path for text, _ in texts_in([config.params for config in environments]) if (path := path_of(text))]
     files = [digest_file(path) for path in paths if path.is_file()]
-    return digest_text(repr(ingredients)), digest_text(repr(files))
+    return digest_text(repr(ingredients)), digest_text(repr([*builders, *files]))
 
 
 def _build_groups(run: Run, config: BuilderConfig) -> tuple[RLDataset, RLDataset | None]:

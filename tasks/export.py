@@ -84,6 +84,11 @@ def base_folder(base_model: str) -> Path:
         ConfigError: `base_model` is neither a folder nor a name on the hub.
     """
     if Path(base_model).is_dir():
+        if not (Path(base_model) / "config.json").is_file():
+            raise ConfigError(
+                f"The base model {base_model} is a directory without a config.json: set base_model to the directory of "
+                "a model, with config.json and *.safetensors."
+            )
         return Path(base_model)
     try:
         return Path(snapshot_download(base_model, allow_patterns=_MODEL_FILES))

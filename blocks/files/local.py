@@ -98,12 +98,14 @@ def missing_file_error(file: str, field: str) -> ConfigError:
 
 
 def path_of(text: str) -> Path | None:
-    """Return the path that a text names, whether or not it exists; None if the text cannot be a path.
+    """Return the path that a text names, whether or not it exists; None if the text is empty or cannot be a path.
 
     >>> path_of("rows.jsonl")
     PosixPath('rows.jsonl')
-    >>> path_of("~no-such-user/rows.jsonl") or path_of("a\\0b") or path_of("a" * 5000)
+    >>> path_of("") or path_of("~no-such-user/rows.jsonl") or path_of("a\\0b") or path_of("a" * 5000)
     """
+    if not text:  # `Path("")` is the current directory
+        return None
     try:
         path = Path(text).expanduser()
         path.resolve().exists()

@@ -136,7 +136,7 @@ class Oversampling:
         self._running: dict[int, RunningGroup] = {}
         self._finished: SimpleQueue[int | None] = SimpleQueue()  # None once this is closed
         self._is_closed = False
-        self._taken: set[int] = set()
+        self._taken = set(stored)  # also if a stored group fails, so that no other minibatch takes the rest
         self._started: Future[None] = Future()
         self._is_complete = [Event() for _ in sizes]
 

@@ -158,13 +158,17 @@ def test_error_names_the_missing_checkpoint(service: tinker.ServiceClient, path:
 
 
 def test_existing_checkpoint_is_replaced_only_with_overwrite(
-    trainer: tinker.TrainingClient, batch: list[types.Datum]
+    engine: EngineProcess, trainer: tinker.TrainingClient, batch: list[types.Datum]
 ) -> None:
-    trainer.save_state("a").result()
+    path = trainer.save_state("a").result().path
+    before = files_of(engine, path)
+    train(trainer, batch, 1)
     with pytest.raises(tinker.RequestFailedError, match=r"exists: save under another name, or with overwrite=True"):
         trainer.save_state("a").result()
-    train(trainer, batch, 1)
-    trainer.save_state("a", overwrite=True, user_metadata={"step": "1"}).result()
+    assert files_of(engine, path) == before
+    assert trainer.save_state("a", overwrite=True, user_metadata={"step": "1"}).result().path == path
+    weights = "adapter_model.safetensors"
+    assert files_of(engine, path)[weights] != before[weights]
 
 
 def test_damaged_checkpoint_is_rejected(

@@ -241,6 +241,31 @@ def test_stored_teacher_data_depends_on_data_teacher_and_completer(
     assert len({before[0], other_teacher[0], stored()[0]}) == 3
 
 
+def test_data_of_the_default_teacher_does_not_depend_on_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "current").mkdir()
+    monkeypatch.chdir(folder)
+    config = OffPolicyConfig.model_validate(
+        distill_fields(tmp_path, "stored", "") | {"datasets": [{"environment": environment(tmp_path)}]}
+    )
+    before = stored_under(config, config.datasets, ["teacher"])
+    (folder / "prefect.log").write_text("a line")
+    assert stored_under(config, config.datasets, ["teacher"]) == before
+
+
+def test_data_of_an_environment_depends_on_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (code := tmp_path / "stored_groups.py").write_text("def build() -> None: ...\n")
+    import_module("stored_groups")
+    dataset = {"environment": {"builder": "stored_groups:build"}}
+    config = OffPolicyConfig.model_validate(distill_fields(tmp_path, "stored", "") | {"datasets": [dataset]})
+    before = stored_under(config, config.datasets, ["teacher"])
+    code.write_text("def build() -> int: ...\n")
+    after = stored_under(config, config.datasets, ["teacher"])
+    assert (after[0] == before[0], after[1] == before[1]) == (True, False)
+
+
 @pytest.mark.parametrize(
     ("datasets", "message"),
     [

@@ -149,6 +149,7 @@ def test_merge_of_a_model_with_tied_embeddings(
         ({"checkpoint": "base"}, "`base`, which has no adapter to export"),
         ({"checkpoint": "tinker://gone/weights/x", "model": "tiny"}, r"could not send tinker://gone/weights/x \("),
         ({"checkpoint": "tinker://gone/weights/x"}, "The model of the weights is unknown"),
+        ({"base_model": "/"}, "base model / is a directory without a config.json"),
         ({"base_model": "/nowhere"}, "base model '/nowhere' is not a directory and could not be downloaded"),
         ({"output": "~no-such-user/out"}, "output is '~no-such-user/out', which cannot be a path"),
         ({"output": "OUT"}, "adapter already exists: choose another output"),

@@ -225,7 +225,7 @@ def _check(run: Run, config: RunConfig, step: int, changed: Mapping[str, Sequenc
 def _is_model_folder(text: str) -> bool:
     """Return whether a text names a model directory, such as that of a teacher, a reference or a judge."""
     with suppress(OSError):
-        path = path_of(text) if text else None
+        path = path_of(text)
         return bool(path and (path / "config.json").is_file() and any(path.glob("*.safetensors")))
     return False
 
@@ -233,7 +233,7 @@ def _is_model_folder(text: str) -> bool:
 def _data_files(text: str) -> list[Path]:
     """Return the files with data in the folder that a text names; empty if it names none."""
     with suppress(OSError):
-        path = path_of(text) if text else None
+        path = path_of(text)
         if path and path.is_dir():
             return sorted(file for file in path.iterdir() if file.suffix in _DATA_SUFFIXES and file.is_file())
     return []

@@ -140,15 +140,17 @@ def is_constant(url: str, pattern: str) -> bool:
     return engine_count(url, pattern) == before
 
 
-def pending_groups(directory: RunDirectory) -> tuple[Oversampling, list[Future[Group]]]:
-    """Two minibatches of one group each from three groups, whose results the test sets."""
-    results = [Future[Group]() for _ in range(3)]
-    builders = [Numbered(number, "", None, False) for number in range(3)]
+def pending_groups(
+    directory: RunDirectory, sizes: Sequence[int] = (1, 1), num_groups: int = 3
+) -> tuple[Oversampling, list[Future[Group]]]:
+    """Minibatches from groups whose results the test sets."""
+    results = [Future[Group]() for _ in range(num_groups)]
+    builders = [Numbered(number, "", None, False) for number in range(num_groups)]
 
     def start(selected: Mapping[int, EnvGroupBuilder]) -> Sequence[RunningGroup]:
         return [RunningGroup(results[index], GroupProgress()) for index in selected]
 
-    oversampling = Oversampling(0, builders, [1, 1], start, OversamplingRecord(directory))
+    oversampling = Oversampling(0, builders, sizes, start, OversamplingRecord(directory))
     oversampling.begin()
     return oversampling, results
 
@@ -185,6 +187,23 @@ def test_a_failed_minibatch_neither_blocks_the_next_one_nor_keeps_its_groups(dir
     assert (again.take(0), again.take(1)) == ([FINISHED], [FINISHED])
     stored = [OversamplingRecord(directory).get(0, part) for part in range(2)]
     assert [part.groups for part in stored if part] == [(1,), (2,)]
+
+
+def test_no_minibatch_takes_the_stored_groups_of_one_that_fails(directory: RunDirectory) -> None:
+    oversampling, results = pending_groups(directory, sizes=(2, 1), num_groups=4)
+    for result in results:
+        result.set_result(FINISHED)
+    assert len(oversampling.take(0)) == 2
+
+    again, results = pending_groups(directory, sizes=(2, 1), num_groups=4)
+    results[1].set_exception(ConfigError("broken"))
+    results[0].set_result(FINISHED)
+    with pytest.raises(ConfigError, match="broken"):
+        again.take(0)
+    results[3].set_result(FINISHED)
+    assert again.take(1) == [FINISHED]
+    stored = [OversamplingRecord(directory).get(0, part) for part in range(2)]
+    assert [part.groups for part in stored if part] == [(0, 1), (3,)]
 
 
 def test_longest_groups_are_cancelled_on_the_engine(engine_url: str, snapshots: Any, directory: RunDirectory) -> None:
