@@ -39,7 +39,7 @@ class _CommandGroup(TyperGroup):
 
 
 def _exit(error: BaseException) -> None:
-    """Exit on a known error of a run or an objective as the command line of a flow does; raise any other error again."""
+    """Exit on an error of a run or an objective as the command line of a flow does; raise any other error again."""
     modules = {"flows.runs.cli", "objectives.errors"}  # without these, the error is neither
     if not modules & sys.modules.keys():
         raise error

@@ -101,7 +101,7 @@ def lines(drawing: Drawing, results: Mapping[str, TrainResult]) -> list[str]:
 
 
 def draw(drawing: Drawing, results: Mapping[str, TrainResult], path: Path) -> None:
-    """Draw the panels as PNG; curves of held-out metrics have dots."""
+    """Draw the panels into an image file; curves of held-out metrics have dots."""
     figure = Figure(figsize=(8, 3), dpi=110, layout="constrained")
     panels = figure.subplots(1, len(drawing.panels), squeeze=False)[0]
     for panel, (axis_label, metrics) in zip(panels, drawing.panels.items(), strict=True):

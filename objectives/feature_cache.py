@@ -31,6 +31,8 @@ class FeatureCache(JsonlCache):
     def features(self, regularizer: Regularizer, batch: Batch, prepare: Callable[[Batch], Any]) -> list[object]:
         """Return one feature per datum of a batch; `prepare` is called for the uncached datums only.
 
+        If no uncached datum has a trained token, it is called for the whole batch.
+
         Raises:
             ObjectiveError: `prepare` returns a wrong number of features, or a feature that is not JSON data.
         """
@@ -116,10 +118,11 @@ def _code_identity(term: Term) -> str:
     """Return the term's name, and the path, bound arguments, declared version and module source of its ``prepare``."""
     assert term.prepare is not None
     definition = definition_of(term.prepare)
-    try:
-        source = inspect.getsource(inspect.getmodule(definition) or definition)
-    except (OSError, TypeError):  # The function has no source file.
-        source = ""
+    source = ""
+    for code in (inspect.getmodule(definition), definition):  # a function of a notebook has no module with a source
+        if not source and code is not None:
+            with suppress(OSError, TypeError):
+                source = inspect.getsource(code)
     return f"{term.name}\0{origin_of(term.prepare)}\0{version_of(term.prepare)}\0{source}"
 
 

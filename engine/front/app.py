@@ -26,7 +26,7 @@ _MAX_SEARCH_LIMIT = 200
 
 
 class _Rejected(Exception):
-    """Response of an engine that rejects a question of the front, for example because of a wrong API key."""
+    """Response of an engine that rejects a question of the front, such as a search with `project_ids`."""
 
     def __init__(self, reply: Reply) -> None:
         super().__init__(reply.status)
@@ -38,7 +38,7 @@ def make_front(engines: Sequence[EngineProcess], client: EngineClient, settings:
     app = FastAPI(title="tinker-flows engines", docs_url=None, redoc_url=None, openapi_url=None)
     front = _Front(engines, client, settings.max_body_bytes)
     app.add_middleware(AccessControl, api_key=settings.api_key)  # before the front reads the body
-    app.add_middleware(RequestMonitor, metrics=front.own_metrics, log_requests=False)  # the engines log them
+    app.add_middleware(RequestMonitor, metrics=front.own_metrics, log_requests=False)  # the engines log theirs
 
     @app.exception_handler(EngineUnavailable)
     async def retry_later(_request: Request, error: EngineUnavailable) -> JSONResponse:

@@ -49,7 +49,7 @@ class AlertConfig(Config):
 
     def is_beyond(self, figure: float) -> bool:
         """Return whether a value is beyond the limit; NaN is beyond every limit."""
-        # Comparisons with NaN are false, so a value that is not within the limit is beyond it.
+        # Not whether the value is beyond the limit: a comparison with NaN is false, and NaN has to count as beyond.
         is_within = figure <= self.above if self.above is not None else self.below is None or figure >= self.below
         return not is_within
 
@@ -216,7 +216,7 @@ class TrainConfig(RunConfig):
         description="Frozen model with which terms such as `kl` and `dpo` compare the policy. `base`: the model "
         "without an adapter. A `tinker://` path: a checkpoint or sampler weights. Any other value: the name of "
         "another base model with the same tokenizer. The run computes the reference's log-probabilities once per "
-        "datum, at the price of prompt tokens.",
+        "datum, at the price of prompt tokens, or of training tokens if positions have several targets.",
         min_length=1,
     )
     prompt_logprobs_last_n: Annotated[Literal["auto", "off"], BeforeValidator(_read_off)] = Field(

@@ -47,11 +47,13 @@ class Linearized:
     """Objective of one batch as a linear loss.
 
     Attributes:
-        loss_weights_DT: ``(N,)``, dtype of the gradients: the ``weights`` of cross_entropy.
+        loss_weights_DT: ``(N,)``, or ``(N, targets per position)``, dtype of the gradients: the ``weights`` of
+            cross_entropy.
         total: value of the sum of the base loss and all terms, with their scales and their weights before balancing.
         size: divisor of ``total`` in the metrics; see `objectives.term_weights.scale.Scale.size`.
-        rows: the base loss, with its value per unit of ``size``, and the terms.
-        products_KK: float64 ``(K, K)``, scalar products of the rows' gradients.
+        rows: the base loss, with its value per unit of ``size`` but its whole gradient, and the terms.
+        products_KK: float64 ``(K, K)``, scalar products of the rows' gradients, that of the base loss times
+            ``base_unit``.
         factors_K: float64 ``(K,)``: factors of the rows in the sum, after balancing.
         metrics: ``loss/...``, ``term/<name>/...`` (the base loss has the name ``base``) and ``cosine/<a>/<b>`` for each
             pair of terms.
@@ -222,8 +224,8 @@ def measure_effects(parts: Sequence[Linearized], changes: Sequence[Tensor]) -> d
     """Compute ``term/<name>/effect``: the change of each term's value that an update caused, to first order.
 
     The effect is ``<dC/dlogprobs, logprobs after - logprobs before>``. The values are minimized, so a negative effect
-    is an improvement. The cosines of gradients by logprob miss how an update of shared weights moves all logprobs; the
-    effect includes it.
+    is an improvement. The cosines compare gradients with respect to the logprobs, and so miss that an update of shared
+    weights moves all logprobs; the effect includes this.
 
     Args:
         parts: the linearized minibatches of the update.

@@ -7,14 +7,14 @@ import re
 
 from tinker_cookbook.eval.benchmarks.gsm8k import check_gsm8k, extract_gsm8k_answer
 
-_FENCE = re.compile(r"```([^\s`]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_FENCE = re.compile(r"^[ ]*```[ ]*([^\s`]*)[^`\n]*\n(.*?)(?:^[ ]*```|\Z)", re.DOTALL | re.MULTILINE)
 
 
 def same_number(answer: str, expected: str) -> bool:
     """Return True if both texts have the same final number.
 
     The final number is in a box, after `####`, after `answer is` or `answer:`, or in bold; otherwise, it is the last
-    number of the text.
+    number of the text. A text in a box or after `####` that is no number is compared as text.
 
     >>> same_number("He pays 3 * 4 = 12 dollars.", "3 * 4 = <<3*4=12>>12\\n#### 12")
     True
@@ -26,6 +26,8 @@ def same_number(answer: str, expected: str) -> bool:
 
 def final_answer(answer: str) -> str:
     """Return the final number of an answer, or its text without case and extra spaces if it has no number.
+
+    A text in a box or after `####` takes the place of the number.
 
     >>> final_answer("So it is 1,200 in all."), final_answer("It is 4."), final_answer(" New  York ")
     ('1200', '4', 'new york')
@@ -56,10 +58,14 @@ def pass_at(k: int, num_samples: int, num_right: int) -> float:
 
 
 def find_code(answer: str) -> str:
-    """Return the Python code of an answer: its first block fenced as `python`, `py` or nothing, or the whole text.
+    """Return the Python code of an answer.
 
-    >>> find_code("Here it is:\\n```python\\nx = 1\\n```\\nDone.")
+    It is the first fenced block whose language is `python`, `py` or not stated; without such a block, the whole text.
+
+    >>> find_code("Here it is, ```x```:\\n```python\\nx = 1\\n```\\nDone.")
     'x = 1\\n'
+    >>> find_code("``` bash\\nls\\n```\\n```\\nx = 1")
+    'x = 1'
     """
     blocks = (match[2] for match in _FENCE.finditer(answer) if match[1].lower() in ("", "python", "py"))
     return next(blocks, answer)

@@ -66,8 +66,8 @@ class Benchmark(GradedEvaluator):
         if self.builder.requires_judge or self.builder.requires_sandbox:
             need = "a judge" if self.builder.requires_judge else "a sandbox of tinker-cookbook"
             raise ConfigError(
-                f"The benchmark {self.name} needs {need}, which evaluators by name cannot have: choose another one, or "
-                "run it with tinker-cookbook's run_benchmark."
+                f"The benchmark {self.name} needs {need}, which no evaluator of a config has: choose another "
+                "one, or run it with tinker-cookbook's run_benchmark."
             )
         if self.path and not Path(self.path).is_dir():
             raise ConfigError(

@@ -230,15 +230,15 @@ def draw_conflicts(run: DrawnRun, names: Sequence[str]) -> Chart:
     height = max(_HEIGHT_PX, 120 + 30 * len(names))
     figure = _figure([trace], [{"title": "term", "autorange": "reversed"}], height, x_title="term")
     reading = (
-        "Orange pairs pull against each other, blue ones in the same direction; a cell is empty if its two terms have "
-        "no step in common."
+        "Orange pairs pull against each other, blue ones in the same direction; a cell is empty if no step has a "
+        "gradient of both terms."
     )
     is_wide = len(names) > _MAX_NARROW
     return Chart("Conflicts: mean cosine of the gradients", reading, figure, is_wide)
 
 
 def mean_cosines(history: History, names: Sequence[str]) -> np.ndarray:
-    """Mean cosine of each pair of terms over the steps, ``(K, K)``; NaN for pairs without a common step."""
+    """Mean cosine of each pair of terms over the steps at which both have a gradient, ``(K, K)``; NaN without any."""
     cosines_KK = np.full((len(names), len(names)), np.nan)
     np.fill_diagonal(cosines_KK, 1.0)
     for i, first in enumerate(names):

@@ -22,7 +22,7 @@ LENGTH = "env/all/ac_tokens_per_turn"
 _MISMATCH_OF_DENSE, _MISMATCH_OF_MIXTURES, _MISMATCH_OF_OLDER = 0.005, 0.05, 0.1
 # Evaluations in a row at which the reward rises in training and falls on held-out groups.
 _NUM_DIVERGED = 2
-# Seconds that environments must take, in addition to their share of the rollout, to count as slow.
+# Environments count as slow only if they also take more than this many seconds.
 _MIN_ENVIRONMENT_S = 1.0
 
 

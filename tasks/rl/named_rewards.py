@@ -33,7 +33,7 @@ from tasks.training.tracking.metric_names import safe_name
 
 # Name of the environment's own total reward.
 TOTAL = "total"
-# Added to the standard deviation of a batch of advantages, as to that of a group.
+# Added to a standard deviation before a division by it.
 _LEAST_SPREAD = 1e-4
 
 Normalization = Literal["sum", "decoupled"]
@@ -108,8 +108,8 @@ def reward_parts(
 ) -> dict[str, Tensor]:
     """Return each reward's weighted part of the advantages by name, ``(T,)``.
 
-    The parts are not divided by the standard deviation of the sum: `scale` does this later within the group, and
-    ``"decoupled"`` over the batch.
+    The last step of the advantages is left out: the division by the standard deviation of the sum, within the group
+    with `scale` and over the batch with ``"decoupled"``.
     """
     alone = replace(settings, scale=mix.normalization == "decoupled")
     return {
@@ -158,7 +158,7 @@ def _weighted(group: TrajectoryGroup, weights: Mapping[str, float]) -> Trajector
 class NamedRewards:
     """Weights of the named rewards over a run, and their metrics.
 
-    The weight of a target at a step follows from the rewards of the steps before, whose groups are complete when the
+    The weight of a target at a step depends on the rewards of all earlier steps, whose groups are complete when the
     step starts.
 
     Attributes:
@@ -250,10 +250,11 @@ class NamedRewards:
         """Return ``reward/<name>/...`` of a step, and ``rewards/sum`` and ``rewards/constant`` of the weighted sums.
 
         ``rewards/sum`` is the mean weighted sum of a completion, and ``rewards/constant`` the share of groups whose
-        members all have the same advantage. ``value`` is the mean reward, ``weight`` the weight of the step. ``share``
-        and the cosines compare the vectors of the rewards' weighted advantages, with one entry per sampled token. Up to
-        sign and scale, this is the gradient of the policy loss with respect to the logprobs of the samples, as long as
-        the policy is the one that sampled them.
+        members all have the same advantage. ``value`` is the mean reward, ``weight`` the weight of the step. A target
+        also has ``multiplier``, ``violation`` and ``at_bound``. A reward's advantages are a vector with one entry per
+        sampled token: up to sign and scale, the gradient of the policy loss with respect to the logprobs of the
+        samples, as long as the policy is the one that sampled them. ``share`` compares the norms of the weighted
+        vectors, and the cosines the directions of the vectors without their weights.
         """
         self._observe(step + 1)
         mix, names = self._weights.pop(step), list(self._specs)

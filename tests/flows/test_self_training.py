@@ -1,4 +1,4 @@
-"""Noisy-student and constitutional data in the sft flow."""
+"""Data that the model writes for itself, in the flows sft and off-policy distillation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def recipe_fields(folder: Path, recipe: str, tracking: str, base_url: str, **par
 
 @pytest.mark.parametrize("recipe", [RECIPES[0], pytest.param(RECIPES[1], marks=pytest.mark.slow)])
 def test_data_is_generated_once(tmp_path: Path, engine_url: str, mlflow_uri: str, recipe: str) -> None:
-    # All rows of the constitution recipe, because draft, critique and revision must all end at random.
+    # A row of the constitution recipe is kept only if draft, critique and revision all happen to end.
     name, num_rows = ("questions_test", 4) if recipe == "noisy_student" else ("questions", 96)
     questions = (ROOT / "examples" / "data" / f"{name}.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "rows.jsonl").write_text("".join(questions[:num_rows]))

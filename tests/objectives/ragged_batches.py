@@ -1,4 +1,4 @@
-"""Ragged float64 batches and GSM8K solutions for tests."""
+"""Ragged batches with float64 logprobs, and GSM8K solutions for tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOLUTIONS = tuple(json.loads(line)["answer"] for line in _PROBLEMS.read_text().s
 def make_batch(
     lengths: Sequence[int], *, seed: int = 0, masks: Sequence[bool] | None = None, texts: Sequence[str] = ()
 ) -> tuple[Batch, Outputs]:
-    """Make a batch with random logprobs in (-5, 0) and random weights; ``masks`` is False for prompt tokens."""
+    """Make a batch with random weights and random logprobs from -5.001 to -0.001; ``masks`` is False for prompts."""
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(lengths)
     weights_DT = torch.rand(num_tokens, generator=generator) + 0.1

@@ -51,7 +51,7 @@ def test_metrics_are_linked_whether_they_come_before_or_after_the_model(client: 
     assert model.tags["tinker.state_path"] == "tinker://a"
 
 
-def test_resumed_run_links_what_an_earlier_process_has_not(client: MlflowClient, run_id: str) -> None:
+def test_resumed_run_links_metrics_that_an_earlier_process_did_not_link(client: MlflowClient, run_id: str) -> None:
     killed = MetricsLog(client, run_id)
     killed.expect_model(4)
     model_id = log_model(killed, "checkpoint-000004", 4, {})  # waits for the metrics of step 4
@@ -73,8 +73,8 @@ def test_resumed_run_links_what_an_earlier_process_has_not(client: MlflowClient,
     assert linked(client, next_id) == {"loss": 6.0}
 
 
-def test_many_metrics_are_linked_again_after_a_kill(client: MlflowClient, run_id: str) -> None:
-    """MLflow's own check for repeated points covers 100 of them."""
+def test_linking_many_metrics_twice_repeats_none(client: MlflowClient, run_id: str) -> None:
+    """MLflow rejects a write of more than 100 points if the model has one of them."""
     metrics = {f"metric_{number:03}": float(number) for number in range(250)}
     killed = MetricsLog(client, run_id)
     killed.log(4, metrics)
@@ -92,7 +92,7 @@ def test_many_metrics_are_linked_again_after_a_kill(client: MlflowClient, run_id
 def test_a_repeated_step_links_one_value_of_each_metric(
     client: MlflowClient, run_id: str, starts_over: bool, links_first: bool
 ) -> None:
-    """An earlier process has logged a step; the checkpoint before it is saved before or after it is logged again."""
+    """An earlier process has logged step 4; this one links its model before or after it logs the step again."""
     killed = MetricsLog(client, run_id)
     killed.log(4, {"loss/total": 1.0, "test/nll": 2.0, "time/step": 0.5})
     killed.flush()
