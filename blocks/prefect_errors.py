@@ -32,7 +32,7 @@ def prefect_failures(remedy: str) -> Iterator[None]:
         remedy: ends the error message, unless the server has rejected the login.
     """
     import httpx
-    from prefect.exceptions import PrefectException
+    from prefect.exceptions import ObjectNotFound, PrefectException
     from prefect.settings import PREFECT_API_URL
 
     from blocks.urls import hide_credentials
@@ -45,4 +45,9 @@ def prefect_failures(remedy: str) -> Iterator[None]:
         url = hide_credentials(str(PREFECT_API_URL.value()))
         if isinstance(error, httpx.HTTPStatusError) and error.response.status_code == httpx.codes.UNAUTHORIZED:
             raise ServiceError(f"The Prefect server at {url} rejects the login (401): {LOGIN_REMEDY}.") from error
+        if isinstance(error, ObjectNotFound):
+            raise ServiceError(
+                f"The Prefect server at {url} no longer has the flow run, or another object of this command, because "
+                "it was deleted: run the same command again."
+            ) from error
         raise ServiceError(f"The Prefect server at {url} could not be used ({reason(error)}): {remedy}.") from error

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -24,6 +25,7 @@ from blocks.errors import ConfigError, StorageError, TinkerFlowsError, reason
 from blocks.files.local import home
 from blocks.files.object_directory import ObjectDirectory
 from blocks.prefect_errors import check_prefect_url, prefect_failures
+from blocks.servers.database_templates import is_missing
 from blocks.servers.processes import running_prefect_server
 from blocks.service import TinkerService
 from blocks.terminal import TextConsole
@@ -145,6 +147,7 @@ def _prefect() -> str:
         with temporary_settings({PREFECT_API_URL: server.url, PREFECT_API_AUTH_STRING: server.login}):
             return f"{_prefect()} (of the running `tinker-flows up`)"
     if not url:
+        _check_database(home() / "prefect.db")
         return f"local: each run starts its own server on {home() / 'prefect.db'} (PREFECT_API_URL is not set)"
     remedy = "set PREFECT_API_URL to a running server, unset it, or start a server with `tinker-flows up`"
     check_prefect_url()
@@ -158,6 +161,26 @@ def _prefect() -> str:
         f"{RECORDER}_BATCH_SIZE=100, {RECORDER}_READ_BATCH_SIZE=100 and {RECORDER}_FLUSH_INTERVAL=1"
     )
     return f"{url}, version {server_version}{warning if isinstance(batch_size, int) and batch_size < 100 else ''}"
+
+
+def _check_database(path: Path) -> None:
+    """Check that a SQLite database, if it exists, is intact and can be written to.
+
+    Raises:
+        StorageError: it is damaged or read-only.
+    """
+    if is_missing(path):
+        return
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=TIMEOUT_S)) as connection:
+            (result,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            if result != "ok":
+                raise sqlite3.DatabaseError(result)
+            connection.execute("BEGIN IMMEDIATE")
+    except sqlite3.Error as error:
+        raise StorageError(
+            f"The database {path} cannot be used ({error}): make it writable, replace it by a backup, or move it away."
+        ) from error
 
 
 def _mlflow(tracking: str) -> str:

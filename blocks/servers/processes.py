@@ -125,11 +125,13 @@ class PrefectServer:
     Attributes:
         url: URL of its API.
         login: login of its API, `USER:PASSWORD`.
+        log: its log file.
         wait: waits until the server responds; raises a ServiceError with the last error of its log if it does not.
     """
 
     url: str
     login: str
+    log: Path
     wait: Callable[[], None]
 
 
@@ -181,7 +183,7 @@ def starting_prefect_server() -> Iterator[PrefectServer]:
             )
             server.wait()
 
-        yield PrefectServer(server.url, login.of_prefect, wait)
+        yield PrefectServer(server.url, login.of_prefect, server.log, wait)
 
 
 @contextmanager
@@ -394,8 +396,25 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -
     raise start_error("Prefect server", log)
 
 
+# Parts of errors at the start of a server with a database in the project home, each with what to do.
+_DATABASE_REMEDIES = {
+    "Can't locate revision": "a newer version has written {database}: upgrade the package, or move the file away",
+    "out-of-date database schema": "another version has written {database}: install that one, or move the file away",
+    "not a database": "{database} is damaged: replace it by a backup, or move it away",
+    "malformed": "{database} is damaged: replace it by a backup, or move it away",
+    "readonly database": "make {database} and its folder writable",
+}
+
+
 def start_error(name: str, log: Path) -> ServiceError:
     """Build the error for a service that did not start; the message quotes the last error or line of the log."""
-    lines = log.read_text(errors="replace").strip().splitlines() or ["the log is empty"]
+    lines = log.read_text(errors="replace").strip().splitlines()
+    if not lines:
+        return ServiceError(
+            f"The local {name} did not start, and its log {log} is empty: check the free space of that disk."
+        )
     cause = next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[-1])
-    return ServiceError(f"The local {name} did not start: {cause.strip()} (log: {log})")
+    text = f"The local {name} did not start: {cause.strip()} (log: {log})"
+    database = home() / ("mlflow.db" if "mlflow" in name.lower() else "prefect.db")
+    remedy = next((remedy for part, remedy in _DATABASE_REMEDIES.items() if part in cause), "")
+    return ServiceError(f"{text}: {remedy.format(database=database)}." if remedy else text)

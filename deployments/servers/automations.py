@@ -43,6 +43,9 @@ EVALUATE_DEPLOYMENT = "evaluate/evaluate"
 HEARTBEAT = "prefect.flow-run.heartbeat"
 CHECKPOINT = f"{PREFIX}.checkpoint"
 WARNINGS = {f"{PREFIX}.{kind}" for kind in get_args(Kind)} - {CHECKPOINT}
+CRASHED = "prefect.flow-run.Crashed"
+# Names of the states into which a person, or another automation, may put a crashed run.
+_STATES_AFTER_A_CRASH = ("Scheduled", "AwaitingRetry", "Pending", "Running", "Failed", "Cancelled", "Completed")
 STATES_WITHOUT_HEARTBEATS = {
     f"prefect.flow-run.{name}" for name in ("Completed", "Failed", "Crashed", "Cancelled", "Paused", "Suspended")
 }
@@ -75,13 +78,58 @@ def crash_automation(within_s: float = 3 * HEARTBEAT_EVERY_S) -> AutomationCore:
     )
 
 
-def restart_automation() -> AutomationCore:
-    """Build the automation that reschedules a crashed run if its deployment has `RESTART_TAG`."""
+def restart_automation(after_s: float = 60.0) -> AutomationCore:
+    """Build the automation that reschedules a crashed run if its deployment has `RESTART_TAG`.
+
+    A worker reports a crash twice. The server rejects the second report, which came up to 22 s later on a busy machine,
+    only as long as the run is Crashed; it would otherwise crash the restarted run.
+
+    Args:
+        after_s: seconds for which the run has to stay Crashed.
+    """
     return AutomationCore(
         name="tinker-flows: restart",
-        description=f"Restarts a crashed run of a deployment tagged {RESTART_TAG}; it resumes from its checkpoint.",
-        trigger=_at_each("prefect.flow-run.*", RESTART_TAG, {"prefect.flow-run.Crashed"}),
+        description=f"Restarts a run of a deployment tagged {RESTART_TAG} that has been Crashed for {after_s:.0f} s; "
+        "it resumes from its checkpoint.",
+        trigger=EventTrigger(
+            match={"prefect.resource.id": "prefect.flow-run.*"},
+            match_related=_tagged(RESTART_TAG),
+            after={CRASHED},
+            expect={f"prefect.flow-run.{name}" for name in _STATES_AFTER_A_CRASH},
+            for_each={"prefect.resource.id"},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=timedelta(seconds=after_s),
+        ),
         actions=_set_state(StateType.SCHEDULED, "AwaitingRetry", RESTARTED),
+    )
+
+
+def crash_loop_automation(num_crashes: int = 10, within: timedelta = timedelta(hours=1)) -> AutomationCore:
+    """Build the automation that fails a run that the automation above restarts again and again.
+
+    The run itself counts only the restarts that reach its code (`max_restarts`), and not those in which its process
+    ends during the imports.
+    """
+    return AutomationCore(
+        name="tinker-flows: stop after many crashes",
+        description=f"Fails a run of a deployment tagged {RESTART_TAG} that crashes {num_crashes} times within "
+        f"{within.total_seconds() / 60:.0f} minutes.",
+        trigger=EventTrigger(
+            match={"prefect.resource.id": "prefect.flow-run.*"},
+            match_related=_tagged(RESTART_TAG),
+            expect={CRASHED},
+            for_each={"prefect.resource.id"},
+            posture=Posture.Reactive,
+            threshold=num_crashes,
+            within=within,
+        ),
+        actions=_set_state(
+            StateType.FAILED,
+            "Failed",
+            f"It crashed {num_crashes} times within {within.total_seconds() / 60:.0f} minutes and is not restarted "
+            "again: find the cause in its log or the worker's, then choose Retry.",
+        ),
     )
 
 
@@ -183,7 +231,8 @@ def install_all() -> None:
         raise ConfigError("PREFECT_API_URL is not set: set it to a permanent Prefect server, which runs automations.")
     with prefect_failures("set PREFECT_API_URL to a running server"):
         webhook, deployment = _webhook_id(), _evaluate_deployment()
-        automations = [crash_automation(), restart_automation(), stop_automation(), pause_automation()]
+        automations = [crash_automation(), restart_automation(), crash_loop_automation()]
+        automations += [stop_automation(), pause_automation()]
         automations += [evaluate_automation(deployment)] if deployment else []
         automations += [notify_automation(webhook)] if webhook else []
         for automation in automations:

@@ -67,19 +67,24 @@ def stack_lock(home: Path) -> Iterator[TextIO]:
         raise storage_error("open", path, error) from error
     with file:
         _acquire(file)
-        record_stack(file, LocalStack(os.getpid(), (), {}))
         try:
+            record_stack(file, LocalStack(os.getpid(), (), {}))
             yield file
         finally:
             file.truncate(0)
 
 
 def record_stack(file: TextIO, stack: LocalStack) -> None:
-    """Write the stack to its lock file, where a second `up` reads it."""
-    file.seek(0)
-    file.truncate()
-    json.dump(asdict(stack), file)
-    file.flush()
+    """Write the stack to its lock file, where a second `up` reads it.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    file.truncate(0)
+    try:
+        os.pwrite(file.fileno(), json.dumps(asdict(stack)).encode(), 0)  # unbuffered: nothing is left for `close`
+    except OSError as error:
+        raise storage_error("write", Path(file.name), error) from error
 
 
 def engine_key(home: Path) -> str:

@@ -250,19 +250,24 @@ def _run(flow: Flow[..., R], config: Config, server: PrefectServer | None) -> R:
 
     from flows.monitoring.drain import wait_until_recorded
 
+    again = "run the same command again to resume from the last checkpoint"
     if server is None:
-        return _run_and_deliver_events(flow, config).result()
+        return _run_and_deliver_events(flow, config, f"set PREFECT_API_URL to a running server and {again}").result()
     # Not Prefect's ephemeral server, which silently loses most task runs of a real run.
     server.wait()
     with temporary_settings({PREFECT_API_URL: server.url, PREFECT_API_AUTH_STRING: server.login}):
-        state = _run_and_deliver_events(flow, config)
+        remedy = f"check its log {server.log} and the free space of that disk, and {again}"
+        state = _run_and_deliver_events(flow, config, remedy)
         assert state.state_details.flow_run_id is not None
         wait_until_recorded(state.state_details.flow_run_id, "report" if state.is_completed() else None)
         return state.result()
 
 
-def _run_and_deliver_events(flow: Flow[..., R], config: Config) -> State[R]:
+def _run_and_deliver_events(flow: Flow[..., R], config: Config, remedy: str) -> State[R]:
     """Run a flow and deliver its events, also after Ctrl-C, while its server is up.
+
+    Args:
+        remedy: how to fix a Prefect server that is not usable.
 
     Raises:
         ConfigError: Code inside the flow called `sys.exit`, whose status could be that of success.
@@ -271,7 +276,6 @@ def _run_and_deliver_events(flow: Flow[..., R], config: Config) -> State[R]:
     from flows.monitoring.drain import deliver_events
     from flows.monitoring.events import heartbeats
 
-    remedy = "set PREFECT_API_URL to a running server and run the same command again to resume from the last checkpoint"
     try:
         with heartbeats(), prefect_failures(remedy):  # the flow's own errors are in its state
             return cast("State[R]", flow(config, return_state=True))

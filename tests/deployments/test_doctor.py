@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,22 @@ def test_all_checks_pass_with_running_servers(
     assert checks["Prefect"][1].startswith(f"{prefect_server}, version 3.")
     assert "may lose" not in checks["Prefect"][1]
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_damaged_database_of_prefect_fails(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    database = tmp_path / "home" / "prefect.db"
+    database.parent.mkdir()
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("CREATE TABLE flow (name TEXT)")
+    assert doctor(capsys)[0] == 0
+    database.write_bytes(b"not a database of SQLite" * 100)
+    status, checks = doctor(capsys)
+    assert status == 1
+    assert checks["Prefect"] == (
+        False,
+        f"The database {database} cannot be used (file is not a database): make it writable, replace it by a backup, "
+        "or move it away.",
+    )
 
 
 def test_unreachable_services_and_unwritable_storage_fail(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 import tinker
 from mlflow import MlflowClient
+from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from blocks.errors import ConfigError, CredentialsError, ServiceError
@@ -151,6 +152,11 @@ def test_a_prefect_server_with_credentials_in_its_url_is_refused_and_hidden() ->
         with pytest.raises(ServiceError, match=shown) as failed, prefect_failures("start it"):
             raise httpx.ConnectError("refused")
     assert SECRET not in f"{refused.value}{failed.value}"
+
+
+def test_a_deleted_object_of_prefect_is_not_blamed_on_the_server() -> None:
+    with pytest.raises(ServiceError, match="it was deleted: run the same command again"), prefect_failures("start it"):
+        raise ObjectNotFound(httpx.HTTPError("404"))
 
 
 def test_errors_hide_the_password_of_a_database() -> None:

@@ -6,10 +6,11 @@ import fcntl
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -24,6 +25,7 @@ from blocks.servers.processes import (
     local_engine,
     local_prefect_server,
     running_prefect_server,
+    start_error,
     supervised_command,
 )
 
@@ -182,6 +184,37 @@ def test_a_prefect_start_error_names_cause_and_log(home: Path) -> None:
         pass
     (log,) = (home / "logs").iterdir()
     assert str(caught.value).endswith(f"(log: {log})")
+
+
+def test_a_prefect_database_of_another_version_is_named_with_the_fix(home: Path) -> None:
+    with local_prefect_server():
+        pass
+    with closing(sqlite3.connect(home / "prefect.db")) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = 'ffffffffffff'")
+        connection.commit()
+    with (
+        pytest.raises(
+            ServiceError, match=rf"Can't locate revision .*\): a newer version has written {home}/prefect.db: upgrade"
+        ),
+        local_prefect_server(),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("log_text", "fix"),
+    [
+        ("", "and its log {log} is empty: check the free space of that disk."),
+        (
+            "sqlite3.DatabaseError: file is not a database\n",
+            "(log: {log}): {home}/prefect.db is damaged: replace it by a backup, or move it away.",
+        ),
+    ],
+)
+def test_a_start_error_says_what_to_do(home: Path, tmp_path: Path, log_text: str, fix: str) -> None:
+    log = tmp_path / "prefect.log"
+    log.write_text(log_text)
+    assert str(start_error("Prefect server", log)).endswith(fix.format(log=log, home=home))
 
 
 def test_the_prefect_server_of_up_is_found(home: Path, prefect_server: str) -> None:

@@ -26,7 +26,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.client.schemas.objects import FlowRun
-from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.responses import DeploymentResponse, SetStateStatus
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.context import FlowRunContext, TagsContext
 from prefect.events.actions import RunDeployment
@@ -34,7 +34,7 @@ from prefect.exceptions import Pause
 from prefect.flow_engine import run_flow
 from prefect.flow_runs import suspend_flow_run
 from prefect.server.utilities.user_templates import render_user_template_sync
-from prefect.states import Cancelling, Suspended
+from prefect.states import Cancelling, Crashed, Running, Scheduled, Suspended
 from pydantic import SecretStr
 from sft_config import sft_fields
 from waiting import wait_for
@@ -47,6 +47,7 @@ from deployments.servers.automations import (
     STOP_TAG,
     WEBHOOK_BLOCK,
     crash_automation,
+    crash_loop_automation,
     evaluate_automation,
     install,
     install_all,
@@ -141,9 +142,55 @@ def served_run(api: str, config: dict[str, Any]) -> Iterator[subprocess.Popen[by
         yield process
 
 
+@pytest.fixture
+def idle_run(prefect_server: str) -> Iterator[FlowRun]:
+    """Run of a tagged deployment that no worker picks up."""
+    with get_client(sync_client=True) as client:
+        flow_id = client.create_flow_from_name("idle")
+        deployment = client.create_deployment(flow_id, f"idle-{uuid4().hex[:8]}", tags=[RESTART_TAG])
+        yield client.create_flow_run_from_deployment(deployment, name=f"idle-{uuid4().hex[:8]}", tags=[RESTART_TAG])
+        client.delete_deployment(deployment)
+
+
+def states_of(run: FlowRun) -> list[str]:
+    with get_client(sync_client=True) as client:
+        states = client.read_flow_run_states(run.id)
+    return [state.name or "" for state in sorted(states, key=lambda state: state.timestamp)]
+
+
+def crash(run: FlowRun) -> bool:
+    """Report a crash as a worker does; return whether the server accepts it."""
+    with get_client(sync_client=True) as client:
+        return client.set_flow_run_state(run.id, Crashed(message="killed")).status == SetStateStatus.ACCEPT
+
+
+def test_a_crash_that_a_worker_reports_twice_restarts_a_run_once(idle_run: FlowRun) -> None:
+    install(restart_automation(after_s=10))
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(idle_run.id, Running(), force=True)
+    assert crash(idle_run)
+    time.sleep(2)
+    assert not crash(idle_run)
+    wait_for(lambda: states_of(idle_run)[-1] == "AwaitingRetry", "the restart", 60)
+    assert states_of(idle_run) == ["Scheduled", "Running", "Crashed", "AwaitingRetry"]
+
+
+def test_a_run_that_crashes_again_and_again_fails(idle_run: FlowRun) -> None:
+    install(restart_automation(after_s=10))
+    install(crash_loop_automation(num_crashes=3))
+    for _ in range(3):
+        assert crash(idle_run)
+        if states_of(idle_run).count("Crashed") < 3:
+            with get_client(sync_client=True) as client:
+                client.set_flow_run_state(idle_run.id, Scheduled(), force=True)
+    wait_for(lambda: states_of(idle_run)[-1] == "Failed", "the failure", 60)
+    time.sleep(20)  # twice the time after which a crashed run is restarted
+    assert states_of(idle_run)[-1] == "Failed"
+
+
 @pytest.mark.slow
 def test_a_crashed_deployment_run_restarts_and_resumes(tmp_path: Path, prefect_server: str, engine_url: str) -> None:
-    install(restart_automation())
+    install(restart_automation(after_s=10))
     run_name = "killed-on-a-worker"
     with served_run(prefect_server, fields(tmp_path, run_name, engine_url)) as serving:
         for child in psutil.Process(serving.pid).children(recursive=True):
@@ -159,7 +206,7 @@ def test_a_crashed_deployment_run_restarts_and_resumes(tmp_path: Path, prefect_s
 def test_a_suspended_and_a_cancelled_deployment_run_save_their_current_step(
     tmp_path: Path, prefect_server: str, engine_url: str
 ) -> None:
-    install(restart_automation())
+    install(restart_automation(after_s=10))
     run_name = "cancelled-on-a-worker"
     mlflow = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
 
