@@ -55,15 +55,17 @@ def read_graph(name: str, inputs: Sequence[CustomLossInput], nodes: Sequence[Cus
     """Validate the graph sent by a client.
 
     Raises:
-        RequestError: the graph is invalid; the message names the node.
+        RequestError: the graph is invalid; the message names the node, if one node is at fault.
     """
     title = f"The custom loss {name[:64]!r}"
     ranks = _read_inputs(title, inputs)
-    if not 0 < len(nodes) - len(ranks) <= MAX_NODES:
+    num_operations = len(nodes) - len(ranks) - 1  # without the output
+    if num_operations < 0:
         raise RequestError(
-            f"{title} has {len(nodes)} nodes and {len(ranks)} inputs; it needs one node per input, at most {MAX_NODES} "
-            "operations and the output: make it smaller."
+            f"{title} has {len(nodes)} nodes and {len(ranks)} inputs: send a node for each input, and the output."
         )
+    if num_operations > MAX_NODES:
+        raise RequestError(f"{title} has {num_operations} operations: use at most {MAX_NODES}.")
     seen: dict[str, None] = {}
     calls: list[Call] = []
     for node, expected in zip(nodes, [*ranks, *[None] * (len(nodes) - len(ranks))], strict=True):
@@ -88,8 +90,8 @@ def _read_inputs(title: str, inputs: Sequence[CustomLossInput]) -> dict[str, int
         )
     if len(ranks) > _MAX_INPUTS or not all(_INPUT.fullmatch(name) for name in ranks):
         raise RequestError(
-            f"{title} has {len(ranks)} inputs ({', '.join(ranks)[:200]}): use at most {_MAX_INPUTS}, named in "
-            "lowercase letters, digits and underscores."
+            f"{title} has {len(ranks)} inputs ({', '.join(ranks)[:200]}): use at most {_MAX_INPUTS}, named in at "
+            "most 64 lowercase letters, digits and underscores, not beginning with a digit."
         )
     return ranks
 

@@ -40,7 +40,9 @@ class Evictable(Protocol):
 
 
 class MemoryBudget:
-    """Tracks the evictable objects in memory. Only the compute thread uses it, except for `remove`.
+    """Tracks the evictable objects in memory.
+
+    Only the compute thread calls `touch`, `write` and `read`; any thread may use the rest.
 
     Attributes:
         num_bytes: size of the objects in memory.
@@ -71,8 +73,9 @@ class MemoryBudget:
 
     def touch(self, item: Evictable) -> None:
         """Mark ``item`` as in memory and most recently used; evict others if the budget is exceeded."""
-        self._sizes[item] = item.num_bytes
-        self._sizes.move_to_end(item)
+        size = item.num_bytes
+        self._sizes.pop(item, None)  # not `move_to_end`, because another thread may remove it
+        self._sizes[item] = size
         excess = self.num_bytes - self._limit_bytes
         if excess <= 0:
             return
@@ -97,7 +100,7 @@ class MemoryBudget:
     def write(self, tensors: Mapping[str, Tensor]) -> Path:
         """Write tensors to a new file, which the caller deletes; `close` deletes the remaining files."""
         path = self._folder / f"{uuid.uuid4().hex}.safetensors"
-        with disk_errors("An adapter evicted from memory"):
+        with disk_errors("Tensors to evict from memory"):
             path.write_bytes(pack(tensors))
         return path
 
@@ -107,6 +110,7 @@ class MemoryBudget:
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._lock)
 
 
 def _remove_abandoned(folder: Path) -> None:
@@ -120,7 +124,7 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _lock(folder: Path) -> int:
-    """Lock ``folder`` until this process ends; return the descriptor."""
+    """Lock ``folder``; return the descriptor, which unlocks it when it is closed."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

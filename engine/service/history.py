@@ -40,7 +40,8 @@ class SamplerHistory:
 
     Attributes:
         path: path of the checkpoint; None is the base model.
-        folder: the checkpoint's folder; it differs if another save has replaced the checkpoint; None in old journals.
+        folder: folder of the checkpoint at the creation of the sampler; another save of the checkpoint has another
+            folder. None for the base model, and in old journals.
     """
 
     base_model: str

@@ -24,7 +24,7 @@ class Origin:
         base_model: API name of the base model.
         lora: shape and seed of the adapter.
         path: path of the checkpoint; None is a fresh adapter.
-        folder: the checkpoint's folder; it differs if another save has replaced the checkpoint.
+        folder: folder of the checkpoint when the model was created; another save of the checkpoint has another folder.
         with_optimizer: True if the optimizer moments belong to the state.
     """
 

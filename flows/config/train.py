@@ -89,8 +89,8 @@ class GuardConfig(Config):
         default="stop",
         title="Nothing to train",
         description="Policy for batches with no token or no pair left to train on, for example because `max_length` "
-        "is too small. Such batches are found before the first step. In a streaming dataset they cannot be found, and "
-        "such a batch ends the run.",
+        "is too small. Such batches are found before the first step. In a streaming dataset and in data that a "
+        "teacher completes they cannot be found, and such a batch ends the run.",
     )
     max_in_a_row: int = Field(
         default=3,

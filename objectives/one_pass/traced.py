@@ -48,7 +48,7 @@ class InputSignature:
 
 
 def split_inputs(outputs: Outputs, batch: Batch) -> list[dict[str, Tensor]]:
-    """Split the inputs of a batch by datum, by name."""
+    """Return the inputs of each datum by name."""
     packed = {name: unpack(tensor, batch.offsets_D) for name, tensor in _packed(outputs, batch).items()}
     return [{name: parts_D[d] for name, parts_D in packed.items()} for d in range(batch.num_datums)]
 
@@ -128,7 +128,7 @@ def trace_term(regularizer: Regularizer, outputs: Outputs, batch: Batch) -> Trac
 
     Raises:
         UntraceableError: the term is not pointwise, its settings rule out tracing, `torch.fx` cannot trace it, or the
-            traced function fails or has other values than the term on the batch.
+            traced function fails or has another value or gradient than the term on the batch.
     """
     _check_traceable(regularizer)
     signature = InputSignature.of(outputs, batch)

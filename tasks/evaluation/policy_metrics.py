@@ -56,7 +56,7 @@ def ratio_scores(
 
 
 def clustered(sums_D: Sequence[float], sizes_D: Sequence[float], problems_D: Sequence[int]) -> Estimate:
-    """Ratio of the totals of sums and sizes, with its standard error if answers to one problem are alike.
+    """Ratio of the totals of sums and sizes, with a standard error that allows for alike answers to one problem.
 
     >>> clustered([1.0, 3.0], [1, 1], [0, 1])
     Estimate(mean=2.0, error=1.0)
@@ -99,24 +99,6 @@ def kl_per_answer(
     return clustered(sums_D, [1.0] * len(sums_D), problems_D)
 
 
-def entropy_per_token(own_D: Sequence[Sequence[float]]) -> float:
-    """Entropy of the next-token distribution in nats, estimated as the mean of -logprob on a policy's own answers.
-
-    >>> entropy_per_token([[-1.0, -2.0], [-3.0]])
-    2.0
-    """
-    return -float(np.mean([value for own in own_D for value in own]))
-
-
-def perplexity(logprobs_D: Sequence[Sequence[float]]) -> float:
-    """Exponential of the mean negative logprob per token.
-
-    >>> perplexity([[math.log(0.5)], [math.log(0.5), math.log(0.5)]])
-    2.0
-    """
-    return math.exp(entropy_per_token(logprobs_D))
-
-
 def distinct(n: int, texts: Sequence[str]) -> float:
     """Share of distinct n-grams among all n-grams of words; NaN if no text has n words.
 
@@ -151,7 +133,7 @@ def vendi(texts: Sequence[str]) -> float:
     rows_GV /= np.linalg.norm(rows_GV, axis=1, keepdims=True)
     eigenvalues = np.linalg.eigvalsh(rows_GV @ rows_GV.T / len(texts)).clip(min=0)
     positive = eigenvalues[eigenvalues > 1e-12]
-    # Rounded, because the differences of equal scores would otherwise have a sign.
+    # Rounded, so that equal scores differ by exactly 0 and not by a rounding error.
     return round(float(np.exp(-(positive * np.log(positive)).sum())), 9)
 
 

@@ -12,6 +12,7 @@ import chz
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.supervised.types import SupervisedDataset
 
+from blocks.errors import ConfigError
 from tasks.common.jsonl import QUESTION, fill, read_rows
 from tasks.supervised.generated_data import CachedSampler, Conversation, GeneratedDataBuilder
 
@@ -42,6 +43,8 @@ class RevisedBuilder(GeneratedDataBuilder):
     revision: str = REVISION
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
+        if "{principle}" not in self.critique:
+            raise ConfigError(f"critique is {self.critique!r}, without the principle: insert {{principle}}.")
         sampler = self.open_cached_sampler()
         train = self.dataset(self._revised(sampler, self.path), self.common_config.batch_size)
         test = self._revised(sampler, self.test_path) if self.test_path else []

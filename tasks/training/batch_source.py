@@ -35,7 +35,7 @@ class MetricWarning(NamedTuple):
 
     Attributes:
         check: name of the check, or the condition of an alert.
-        step: last step.
+        step: last step at which the metric was beyond the limit.
         figure: value of the metric at this step.
         text: one sentence for the user.
     """
@@ -83,8 +83,8 @@ class BatchSource(ABC):
     """Source of a run's batches.
 
     Attributes:
-        sampled: True if the batches of a step are sampled from the weights at the start of that step, and so cannot be
-            loaded in advance.
+        sampled: True if the model in training samples the batches, so that they cannot be loaded before the updates on
+            which they depend.
         num_minibatches: minibatches per update; their gradients add up.
     """
 
@@ -101,18 +101,24 @@ class BatchSource(ABC):
 
     @abstractmethod
     def load(self, step: int, client: tinker.TrainingClient) -> Sequence[Pending[Batch]]:
-        """Start loading the minibatches of a step; samples are drawn from the weights after all updates sent so far."""
+        """Start loading the minibatches of a step.
+
+        Samples are drawn from the weights after all updates sent so far; in mode `async`, from weights of bounded age.
+        """
 
     def untrained_steps(self, steps: range) -> Sequence[int]:
         """Return the steps whose batches have nothing to train, such as no token of non-zero weight."""
         return ()
 
     def token_counts(self) -> Mapping[int, int]:
-        """Return the tokens of the batches that `untrained_steps` has read, by step."""
+        """Return the number of tokens of each batch that `untrained_steps` has read, by step."""
         return {}
 
     def teaches(self, step: int) -> bool:
-        """Return whether the base loss has a gradient on the loaded batch of a step; if not, its update is skipped."""
+        """Return whether the base loss has a gradient on the loaded batch of a step.
+
+        If not, and if no term trains either, the update is skipped.
+        """
         return True
 
     def skip(self, step: int) -> None:
@@ -135,7 +141,7 @@ class BatchSource(ABC):
         return {}
 
     def pop_warnings(self) -> dict[str, str]:
-        """Return the warnings since the last call, each with the suffix of its MLflow tag; called after each step."""
+        """Return the warnings since the last call by the suffix of their MLflow tags; called after each step."""
         warnings, self._warnings = self._warnings, {}
         return warnings
 
@@ -144,7 +150,10 @@ class BatchSource(ABC):
         return ()
 
     def take_sampled(self) -> SampledTokens:
-        """Return the tokens sampled since the last call."""
+        """Return the sampled tokens that were charged to steps since the last call.
+
+        Those of groups that no step has used yet are missing; `sampled_for` and `stop_sampling` return them.
+        """
         return SampledTokens()
 
     def sampled_for(self, step: int) -> tuple[SampledTokens, SampledTokens]:

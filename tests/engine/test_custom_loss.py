@@ -495,7 +495,7 @@ CYCLE = [node("call_method", name, "exp", {"ref": other}) for name, other in (("
         ([LOGPROBS, SUM], "must end with an output of (loss, metrics)"),
         ([SUM, OUTPUT], "the input 'logprobs' is expected here"),
         ([LOGPROBS, SUM, SUM, OUTPUT], "another node has this name"),
-        ([LOGPROBS, *LONG, SUM, OUTPUT], "at most 1000"),
+        ([LOGPROBS, *LONG, SUM, OUTPUT], "has 1001 operations: use at most 1000"),
         ([LOGPROBS, *CYCLE, SUM, OUTPUT], "it refers to 'b', and no earlier node has this name"),
         (graph_with_arguments({"ref": "a"}), "it refers to 'a', and no earlier node"),
         ([LOGPROBS, node("get_attr", "a", "weight"), SUM, OUTPUT], "it is of type get_attr, but a loss consists of"),
@@ -521,6 +521,11 @@ def test_invalid_graph_is_rejected(nodes, message) -> None:
     assert message in reject(nodes)
 
 
+def test_a_graph_with_the_most_operations_is_accepted() -> None:
+    graph = read_graph("long", [CustomLossInput(name="logprobs", rank=1)], [LOGPROBS, *LONG[1:], SUM, OUTPUT])
+    assert len(graph.calls) == MAX_NODES
+
+
 def test_deeply_nested_arguments_are_rejected() -> None:
     nested: Any = {"ref": "logprobs"}
     for _ in range(50):
@@ -534,7 +539,10 @@ def test_deeply_nested_arguments_are_rejected() -> None:
         ([("advantages", 1)], "declare 'logprobs' first"),
         ([("logprobs", 0)], "of rank 1 or 2"),
         ([("logprobs", 1), ("logprobs", 1)], "once"),
-        ([("logprobs", 1), ("Beta", 1)], "has 2 inputs (logprobs, Beta): use at most 16, named in lowercase"),
+        (
+            [("logprobs", 1), ("Beta", 1)],
+            "has 2 inputs (logprobs, Beta): use at most 16, named in at most 64 lowercase",
+        ),
         ([("logprobs", 1), *[(f"x{i}", 1) for i in range(16)]], "): use at most 16, named in"),
     ],
 )

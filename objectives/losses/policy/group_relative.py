@@ -21,8 +21,8 @@ def grpo(
 ) -> Tensor:
     """GRPO, ``-mean_d mean_t min(r A, clip(r, low, high) A)``, normalized by each completion's length; 0-d.
 
-    All completions have the same weight, so a token of a long completion has less weight, and long wrong completions
-    are penalized little.
+    All completions have the same weight, so a token of a long completion has less weight: each token of a long wrong
+    completion is penalized less.
 
     Source: Shao et al. 2024, "DeepSeekMath" (arXiv:2402.03300), equation 3, without its divergence from a reference,
     which is the regularizer ``kl``. For its advantages, use `objectives.advantages.centre_by_group` with

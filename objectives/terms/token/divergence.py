@@ -16,7 +16,7 @@ from objectives.terms.token.entropy import append_rest
 Divergence = Literal["reverse", "forward", "symmetric", "jensen_shannon"]
 
 READS_DISTRIBUTION = ("label_divergence_topk", "teacher_reverse_kl_topk")
-"""Terms for which the weights of a position are a distribution, up to a factor, and not only on average."""
+"""Terms that need weights which are a distribution at each position, up to a factor, and not only in expectation."""
 
 
 @regularizer("divergence_topk", needs=("topk_logprobs", "ref_logprobs"))

@@ -51,7 +51,7 @@ CORRECTIONS = {
 def slow_factors(
     correction: Correction, p: list[float], q: list[float], advantages: list[float], s: list[float]
 ) -> list[float]:
-    """Factors of one sequence, from the published formulas, token by token; s is the sampler without temperature."""
+    """Factors of one sequence, from the published formulas, token by token; s is that of the sampler's weights."""
     ratios = [math.exp(a - b) for a, b in zip(p, q, strict=True)]
     whole = math.prod(ratios)
     mean = whole ** (1 / len(ratios)) if ratios else 1.0
@@ -88,7 +88,7 @@ def samples(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @given(samples(), st.sampled_from([None, 0.5, 2.0]))
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_factors_equal_a_loop_over_tokens(name, case, power):
-    """With a temperature, the logprobs of the sampler's weights are others than those of its samples."""
+    """With a temperature, the distribution of the samples (q) is not that of the sampler's weights (s)."""
     p, q, advantages, offsets = case
     s = None if power is None else power * q
     factors = CORRECTIONS[name].factors(p, q, advantages, offsets, s).tolist()

@@ -185,3 +185,5 @@ def test_revision_is_trained_without_its_critique(
     assert len(teacher.prompts) == 4
     assert "Maybe 4." in teacher.prompts[2]
     assert "It hedges." in teacher.prompts[3]
+    with pytest.raises(ConfigError, match=r"critique is 'Be kind\.', without the principle"):
+        build_data(monkeypatch, teacher, directory, RevisedBuilder, **params, critique="Be kind.")
