@@ -113,6 +113,8 @@ def make_plan(config: SweepConfig) -> SweepPlan:
             f"base has if_exists {base_config.if_exists!r}, but a resumed sweep resumes its trials: remove if_exists; "
             "to start over, also choose another run_name."
         )
+    if isinstance(base_config, TrainConfig) and base_config.resume == "never":
+        raise ConfigError("base has resume 'never', but a resumed sweep resumes its trials: remove resume.")
     if base_config.needs_approval:
         raise ConfigError(
             "base has needs_approval, but no person can be asked about each trial: remove needs_approval."

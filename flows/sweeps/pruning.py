@@ -56,8 +56,10 @@ class Pruner:
         """Report the end of a trial; nothing happens if it has ended.
 
         Args:
-            value: last value of a completed trial; None for a failed trial, ignored for a pruned one.
+            value: last value of a completed trial; None or not finite for a failed trial, ignored for a pruned one.
         """
+        if value is not None and not math.isfinite(value):
+            value = None
         state = TrialState.PRUNED if pruned else TrialState.FAIL if value is None else TrialState.COMPLETE
         with self._lock:
             if name not in self._trials:

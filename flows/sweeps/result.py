@@ -73,6 +73,9 @@ def finish_sweep(plan: SweepPlan, directory: RunDirectory, log: SweepLog, trials
         ServiceError: No point has completed trials for all seeds; the report is written before.
     """
     config, metric = plan.config, logged_name(plan.config.metric)
+    # The seeds of a resumed sweep may be fewer than before.
+    finished = {key: trial for key, trial in trials.finished.items() if trial.seed in config.seeds}
+    trials = Trials(trials.points, finished)
     rows = point_rows(trials, config.seeds, metric, config.mode)
     best = rows[0] if rows and rows[0].is_complete else None
     best_config = _write_best(plan, directory, best) if best else None

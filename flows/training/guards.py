@@ -205,10 +205,13 @@ class Guard:
     def _blamed(self, step: int, error: Exception) -> int:
         """Return the step to blame.
 
-        Weights that are broken at the start of a step were broken by the update of the step before, whose loss was
-        still finite.
+        Weights that are broken at the start of a step were broken by the last update before it, whose loss was still
+        finite.
         """
-        return step - 1 if isinstance(error, PoisonedError) and self._last_good == step - 1 else step
+        last = self._last_good
+        if isinstance(error, PoisonedError) and last is not None and last < step:
+            return last if all(skipped in self.skipped_steps for skipped in range(last + 1, step)) else step
+        return step
 
     def _num_bad_before(self, step: int) -> int:
         """Return the number of consecutive bad steps before a step, without those that had nothing to train."""
@@ -233,9 +236,12 @@ class Guard:
         if sent and policy == "skip":
             policy = "rollback"
         num_before = self._num_bad_before(step)
-        if policy == "stop" or num_before >= self._config.max_in_a_row:
+        is_skipped = step in self.skipped_steps  # so its batch is not the cause, and another restart would not help
+        if policy == "stop" or is_skipped or num_before >= self._config.max_in_a_row:
             after = f" after {num_before} consecutive skipped steps" if num_before else ""
             fix = f"set another policy in guards.{kind}" if policy == "stop" else "increase guards.max_in_a_row"
+            if is_skipped:
+                after, fix = ", which is skipped already", "check the evaluation and the weights at this step"
             message = (
                 f"The run stopped at step {step}{after}: {why} No checkpoint contains this step: fix the cause or "
                 f"{fix}, then run the same command to resume before this step."

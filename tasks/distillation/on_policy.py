@@ -40,9 +40,10 @@ from tasks.rl.rollout_source import (
 )
 from tasks.rl.rollouts.group_rollout import Group
 from tasks.rl.trajectories import GROUP_INDEX, add_later_tokens, compute_entropy, pack_groups
-from tasks.training.batch_source import TrainedBatch
+from tasks.training.batch_source import SampledTokens, TrainedBatch
 from tasks.training.examples import take_datums
 from tasks.training.held_out import EvaluatedBatch, GradedMetrics
+from tasks.training.reference import scored_tokens
 from tasks.training.teacher import Teacher, TeacherRequest, compute_top_k, replace_prompt, score, score_all
 
 logger = logging.getLogger(__name__)
@@ -138,6 +139,7 @@ class OnPolicySource(RolloutSource):
         self._saving: tuple[int, tinker.APIFuture[types.SaveWeightsForSamplerResponse]] | None = None
         # Values by step, of the steps whose metrics are not computed yet.
         self._gaps: dict[int, Tensor] = {}  # teacher's logprobs minus the student's
+        self._scored: dict[int, SampledTokens] = {}  # tokens that the policy scores as its own teacher
         self._ages: dict[int, int] = {}  # steps since the teacher's weights were current
         self._soft: dict[int, tuple[Batch, OnPolicyTopK]] = {}  # batch of the samples, and its soft targets
         self._untaught: set[int] = set()  # steps without a context, which teach nothing
@@ -212,7 +214,7 @@ class OnPolicySource(RolloutSource):
         if self._targets.top_k:
             return self._gather_top_k(step, taught)
         batch = taught.batch
-        self._gaps[step] = _logprob_gap(batch, self._score_taught(taught))
+        self._gaps[step] = _logprob_gap(batch, self._score_taught(step, taught))
         return replace(batch, advantages_DT=add_teacher_advantages(batch, self._gaps[step], self._targets))
 
     def _with_hindsight(self, step: int, hindsight: Hindsight, batch: Batch, groups: Sequence[Group]) -> TaughtBatch:
@@ -248,11 +250,12 @@ class OnPolicySource(RolloutSource):
             ],
         )
 
-    def _score_taught(self, taught: TaughtBatch) -> list[Tensor]:
+    def _score_taught(self, step: int, taught: TaughtBatch) -> list[Tensor]:
         """Teacher's logprobs of the samples; the student's logprobs of samples that the teacher does not score."""
         batch = taught.batch
         assert batch.snapshot_logprobs_DT is not None
         requests = self._requests(batch, taught.datums_D)
+        self._note_scored(step, requests)
         scores = iter(call(score, opaque_argument([request for request in requests if request])))
         students_D = zip(
             unpack(batch.snapshot_logprobs_DT, batch.offsets_D), unpack(batch.mask_DT, batch.offsets_D), strict=True
@@ -261,6 +264,12 @@ class OnPolicySource(RolloutSource):
             next(scores) if request else logprobs_T[mask_T]
             for request, (logprobs_T, mask_T) in zip(requests, students_D, strict=True)
         ]
+
+    def _note_scored(self, step: int, requests: Sequence[TeacherRequest | None]) -> None:
+        """Note the tokens that the policy scores as its own teacher; no meter counts the requests of its snapshot."""
+        if self._teacher_is_policy(step):
+            lengths = [request.datum.model_input.length for request in requests if request]
+            self._scored[step] = scored_tokens(sum(lengths), len(lengths))
 
     def _requests(self, batch: Batch, datums_D: Sequence[tinker.Datum | None]) -> list[TeacherRequest | None]:
         teachers_D = [self._teachers[dataset] for dataset in batch.labels_D["dataset"].tolist()]
@@ -273,6 +282,7 @@ class OnPolicySource(RolloutSource):
         pairs = zip(taught.datums_D, batch.datums, strict=True)
         datums_D = [teacher_datum or student_datum for teacher_datum, student_datum in pairs]
         requests = [request for request in self._requests(batch, datums_D) if request]
+        self._note_scored(step, requests)
         tops_D = call(compute_top_k, opaque_argument(requests), self._targets.top_k)
         teacher_D = [top.target_logprobs_M for top in tops_D if top.target_logprobs_M is not None]
         # A service may return no logprobs of the sampled tokens; the step then has no teacher_kl.
@@ -295,6 +305,7 @@ class OnPolicySource(RolloutSource):
             trained = [replace(minibatch, batch=sampled)]
         batch = trained[0].batch
         age = {"teacher_age": float(self._ages.pop(step))} if self._sync else {}
+        self._sampled += self._scored.pop(step, SampledTokens())
         hindsight = self._hindsight_metrics.pop(step, {})
         if hindsight:
             hindsight["hindsight/skipped_update"] = float(not self.teaches(step))

@@ -31,6 +31,7 @@ from tasks.distillation.soft_targets import TeacherSequence, compute_forward_kl,
 from tasks.rl.rollout_source import RolloutSettings
 from tasks.rl.rollouts.group_rollout import Group, RolloutThreads
 from tasks.rl.rollouts.hang_watch import HangWatch
+from tasks.rl.trajectories import first_error
 from tasks.training.batch_source import BatchSource, TrainedBatch
 from tasks.training.teacher import Teacher, TeacherRequest, compute_top_k, replace_prompt, score
 
@@ -73,6 +74,7 @@ class TeacherDataSource(BatchSource):
         self._cache = JsonlCache()
         self._pending: dict[int, list[TeacherSequence]] = {}
         self._has_warned = False
+        self._has_warned_of_failure = False
         self._threads = RolloutThreads()
         self._preparing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="teacher-data")
         load_cache(self._cache, directory, TAUGHT_NAME)
@@ -193,13 +195,26 @@ class TeacherDataSource(BatchSource):
         rollout = self._settings.rollout
         is_unbiased = rollout.distribution.is_plain and rollout.completer is None
         pending = [self._start(item, step, index) for index, item in enumerate(items)]
+        groups = [group and group.result() for group in pending]
+        self._warn_of_failures([group for group in groups if group is not None])
         return [
             [
                 TeacherSequence(datum, drawn=group is not None and is_unbiased, text_labels=labels)
-                for datum, labels in _hard_datums(item, group and group.result())
+                for datum, labels in _hard_datums(item, group)
             ]
-            for item, group in zip(items, pending, strict=True)
+            for item, group in zip(items, groups, strict=True)
         ]
+
+    def _warn_of_failures(self, groups: Sequence[Group]) -> None:
+        """Warn of the first groups of this process that failed."""
+        failed = [group for group in groups if group.trajectories is None]
+        if failed and not self._has_warned_of_failure:
+            self._has_warned_of_failure = True
+            self._warnings["rollout.failed"] = (
+                f"{len(failed)} of {len(groups)} groups of the teacher failed in all attempts and are left out "
+                f"({first_error(failed)}), and later steps may have more: check the environment, or raise "
+                "rollout.max_retries or rollout.timeout_s."
+            )
 
     def _start(self, item: Item[TeacherInput], step: int, index: int) -> Pending[Group] | None:
         """Start the teacher's rollout of a group; None for a given sequence."""

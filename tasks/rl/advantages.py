@@ -88,7 +88,8 @@ def compute_token_advantages(groups: Sequence[TrajectoryGroup], settings: Advant
                 rewards_T, values_T, all_T, offsets_D, discount=settings.discount, decay=settings.decay
             )
         case "discounted":
-            first_D = torch.where(lengths > 0, returns_T[offsets_D[:-1].clamp(max=len(returns_T) - 1)], 0.0)
+            padded_T = torch.cat([returns_T, returns_T.new_zeros(1)])  # for members without tokens at the end
+            first_D = torch.where(lengths > 0, padded_T[offsets_D[:-1]], 0.0)
             mean_D = first_D - centre_by_group(first_D, group_D)
             advantages_T = returns_T - mean_D.repeat_interleave(lengths)
         case "per_turn":
@@ -107,7 +108,7 @@ def has_no_advantages(group: TrajectoryGroup, settings: AdvantageSettings) -> bo
     if settings.estimator in ("discounted", "gae", "per_turn"):  # the return depends on the token
         advantages_T = compute_token_advantages([group], settings).advantages_T
         return bool((advantages_T.abs() <= ROUNDING * max(1.0, *map(abs, totals))).all())
-    return len(set(totals)) == 1
+    return max(totals) - min(totals) <= ROUNDING * max(map(abs, totals))
 
 
 class _Turns(NamedTuple):

@@ -122,10 +122,11 @@ class AsyncRolloutSource(RolloutSource):
 
     def load(self, step: int, client: tinker.TrainingClient) -> Sequence[Pending[Batch]]:
         """Take a snapshot for further rollouts, and start building the minibatches of a step as its groups complete."""
+        with self._changed:
+            self._step = step  # first: the rewards of groups that are discarded from now on belong to this step
         self.start_step(step)
         snapshot = self.take_snapshot(step, client)
         with self._changed:
-            self._step = step
             self._taken = {taken_at: groups for taken_at, groups in self._taken.items() if taken_at >= step - 1}
 
         def wait(part: range) -> list[Group]:
@@ -229,16 +230,27 @@ class AsyncRolloutSource(RolloutSource):
             group, error = None, failure
         with self._changed:
             del self._running[place]
-            if error:
-                self._error = self._error or error
-            elif group and group.trajectories is not None and self._should_replace(group):
-                self._discarded.append(group)
-            elif group and group.trajectories is not None:
-                self._completed.append(CompletedGroup(place, weights.version, group))
-            elif group:
-                self._note_failed(group)
-            self._start()
-            self._changed.notify_all()
+            try:
+                if error:
+                    raise error
+                assert group is not None
+                self._sort_in(CompletedGroup(place, weights.version, group))
+                self._start()
+            except BaseException as failure:  # noqa: BLE001 - `_take` raises it
+                self._error = self._error or failure
+            finally:
+                self._changed.notify_all()
+
+    def _sort_in(self, completed: CompletedGroup) -> None:
+        """Keep a group for a step, or record that the next group replaces it."""
+        if completed.group.trajectories is None:
+            self._note_failed(completed.group)
+        elif self._should_replace(completed.group):
+            self._discarded.append(completed.group)
+            if self.rewards:
+                self.rewards.add(self._step, [completed.group])
+        else:
+            self._completed.append(completed)
 
     def _should_replace(self, group: Group) -> bool:
         """Return whether the next group replaces a completed one, which teaches nothing, while refills remain."""
@@ -248,11 +260,11 @@ class AsyncRolloutSource(RolloutSource):
     def _note_failed(self, group: Group) -> None:
         """Record a failed group, which the next group replaces.
 
-        The run fails if more groups than two steps need have failed since the metrics of the last step, while no
-        completed group waits for a step and no group was discarded.
+        The run fails if more groups have failed since the metrics of the last step than two steps need, and more than
+        twice as many as were completed or discarded.
         """
         self._failed.append(group)
-        if len(self._failed) > 2 * self._size and not self._completed and not self._discarded:
+        if len(self._failed) > 2 * (self._size + len(self._completed) + len(self._discarded)):
             self._error = ConfigError(
                 f"{len(self._failed)} groups failed since the last step ({first_error([group])}): check the "
                 "environment, or raise rollout.max_retries or rollout.timeout_s."

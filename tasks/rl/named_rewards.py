@@ -210,6 +210,11 @@ class NamedRewards:
 
     def record(self, step: int, groups: Sequence[Group]) -> RewardWeights:
         """Record the rewards of a minibatch, and return the weights of its step."""
+        self.add(step, groups)
+        return self._weights[step]
+
+    def add(self, step: int, groups: Sequence[Group]) -> None:
+        """Record the rewards of groups that a step has sampled, whether or not it trains on them."""
         completed = [group.trajectories for group in groups if group.trajectories is not None]
         values = {
             name: [reward for group in completed for reward in _weighted(group, {name: 1.0}).get_total_rewards()]
@@ -219,7 +224,6 @@ class NamedRewards:
             if completed:
                 self._reported |= reported_names(completed)
             self._values.setdefault(step, []).append(values)
-        return self._weights[step]
 
     def skip(self, step: int) -> None:
         """Forget the rewards of a step whose update is skipped: the targets do not observe them."""

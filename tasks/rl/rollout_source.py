@@ -68,6 +68,8 @@ from tasks.rl.trajectories import (
     count_tokens,
     first_error,
     has_several_turns,
+    has_trained_tokens,
+    kept_groups,
     pack_groups,
     rollouts_of,
 )
@@ -193,6 +195,7 @@ class RolloutSource(BatchSource):
         self._gathering = ThreadPoolExecutor(max_workers=2, thread_name_prefix="gather")
         # Groups of each step by minibatch; the metrics of a step are computed after the next step has started.
         self._groups: dict[int, list[list[Group]]] = {}
+        self._passed_over: list[tuple[list[list[Group]], Oversampling | None]] = []
         self._distances: dict[int, list[float]] = {}
         self._oversampled: dict[int, Oversampling] = {}
         self._sampled = SampledTokens()
@@ -335,6 +338,17 @@ class RolloutSource(BatchSource):
             self._critics = {step: critic, step + 1: critic}
         if self.rewards:
             self.rewards.skip(step)
+        # Minibatches of the step may still be gathered, so their tokens are counted at the next step.
+        self._passed_over.append((self._groups.pop(step, []), self._oversampled.pop(step, None)))
+        self._distances.pop(step, None)
+
+    def _count_passed_over(self) -> None:
+        """Count the tokens of the steps whose updates were skipped."""
+        for parts, oversampling in self._passed_over:
+            self.count(count_tokens([group for part in parts for group in part]))
+            if oversampling and oversampling.cancelled and not oversampling.is_repeated:
+                self.count(oversampling.cancelled.sampled)
+        self._passed_over = []
 
     def _critic_at(self, step: int) -> Critic | None:
         """Critic that is fitted on the steps before a step; None without a critic."""
@@ -404,7 +418,7 @@ class RolloutSource(BatchSource):
         A minibatch whose rollouts are all masked has a rollout only because a batch needs one: it gets no penalty.
         """
         shape = self.settings.shape
-        penalized = [not self._masks_all(groups) for groups in minibatches]
+        penalized = [not self._masks_all(step, groups) for groups in minibatches]
         trained = list(compress(scored, penalized))
         if not trained:
             return [batch for batch, _ in scored]
@@ -417,11 +431,16 @@ class RolloutSource(BatchSource):
             for is_penalized, (batch, reference_DT) in zip(penalized, scored, strict=True)
         ]
 
-    def _masks_all(self, groups: Sequence[Group]) -> bool:
-        return self.settings.mask_truncated and all(is_truncated(trajectory) for trajectory, _ in rollouts_of(groups))
+    def _masks_all(self, step: int, groups: Sequence[Group]) -> bool:
+        if not self.settings.mask_truncated:
+            return False
+        mix = self.rewards.weights_at(step) if self.rewards else None
+        kept = [groups[number] for number in kept_groups(groups, mix, self.settings.shape)]
+        return all(is_truncated(trajectory) for trajectory, _ in rollouts_of(kept))
 
     def metrics(self, step: int, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:
         self.fit_critic(step)
+        self._count_passed_over()
         parts = self._groups.pop(step)
         groups = [group for part in parts for group in part]
         self.count(count_tokens(groups))
@@ -676,7 +695,7 @@ class HeldOutEnvironments(HeldOutGroups):
             )
         self._has_several_turns = has_several_turns(groups)
         batches = [groups[start : start + self._batch_size] for start in range(0, len(groups), self._batch_size)]
-        self.evaluated = [self._pack(batch) for batch in batches]
+        self.evaluated = [self._pack(batch) for batch in batches if any(map(has_trained_tokens, batch))]
         completed = [group.trajectories for group in groups if group.trajectories is not None]
         rewards_G = [group.get_total_rewards() for group in completed]
         share = len(rewards_G) / max(sum(map(len, rewards_G)), 1)

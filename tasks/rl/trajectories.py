@@ -63,14 +63,12 @@ def pack_groups(
     Raises:
         ConfigError: no group succeeded, or none has a token to train on.
     """
-    numbers = [number for number, group in enumerate(groups) if group.trajectories is not None]
+    numbers = kept_groups(groups, mix, settings)
     if not numbers:
         raise ConfigError(
             f"All {len(groups)} groups of a step or of one of its minibatches failed ({first_error(groups)}): check "
             "the environment, raise rollout.max_retries or rollout.timeout_s, or use fewer minibatches and substeps."
         )
-    if settings.drop_constant:
-        numbers = [number for number in numbers if not _is_constant(groups[number], mix, settings)] or numbers[:1]
     completed = [group for number in numbers if (group := groups[number].trajectories) is not None]
     # The assembled datums and the trajectories have the same sampled tokens in the same order.
     tokens = combine_advantages(completed, settings, mix) if mix else compute_token_advantages(completed, settings)
@@ -115,6 +113,24 @@ def pack_groups(
         },
         text_labels_D=_text_labels([(groups[numbers[group]], member) for _, (group, member) in rows]),
     )
+
+
+def kept_groups(groups: Sequence[Group], mix: RewardWeights | None, settings: AdvantageSettings) -> list[int]:
+    """Indices of the groups that a minibatch consists of: those that succeeded, with `drop_constant` less the constant.
+
+    If all groups are constant, the first one with a token to train on is kept.
+    """
+    numbers = [number for number, group in enumerate(groups) if group.trajectories is not None]
+    if not settings.drop_constant:
+        return numbers
+    kept = [number for number in numbers if not _is_constant(groups[number], mix, settings)]
+    with_tokens = (number for number in numbers if has_trained_tokens(groups[number]))
+    return kept or [next(with_tokens, number) for number in numbers[:1]]
+
+
+def has_trained_tokens(group: Group) -> bool:
+    """Return whether a group has a trajectory with a token to train on."""
+    return group.trajectories is not None and bool(_trained_members([group.trajectories], mask_truncated=False))
 
 
 def _trained_members(groups: Sequence[TrajectoryGroup], mask_truncated: bool) -> list[tuple[int, int]]:

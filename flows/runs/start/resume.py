@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import tinker
 from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks.errors import ConfigError
@@ -114,7 +115,9 @@ def _record_origin(run: Run, config: TrainConfig, start: CheckpointRecord, steps
         run.log.tag(f"tinker_flows.parent.{key}", str(value))
     run.log.flush()
     epoch, batch = divmod(step_of(start), steps_per_epoch)
-    extra = {**start.extra, "mlflow_run_id": run.log.run_id}
+    # Not those of the parent: `resume: never` allows only a second start of the same flow run.
+    own_flow_run = {"flow_run_id": flow_run.get_id(), "flow_run_count": flow_run.get_run_count()}
+    extra = {**start.extra, "mlflow_run_id": run.log.run_id, **own_flow_run}
     record = replace(start, epoch=epoch, batch=batch, extra=extra)
     append_record(run.directory, record.to_dict())
     return record
