@@ -358,8 +358,7 @@ class Trainer:
         if not self.prepared:
             return
         prepared = self.prepared[0]
-        with self.times.waiting_for("batch"):
-            batch = prepared.batch.result()
+        batch = self._wait_for_batch(prepared)
         needs_logprobs = self.step_objective.needs_logprobs(prepared)
         num_minibatches = sum(not minibatch.is_candidates for minibatch in self.prepared)
         if self.candidates:
@@ -412,6 +411,11 @@ class Trainer:
             effect_passes = [self._enqueue_forward(sent.prepared.batch.result()) for sent in batches]
         return SentStep(batches, effect_passes, self._request_save(step + 1), self.cadence.num_tokens)
 
+    def _wait_for_batch(self, prepared: PreparedBatch) -> Batch:
+        """Wait for a minibatch; broken weights may show first when the service samples from them."""
+        with self.guard.checked_responses(prepared.at.step), self.times.waiting_for("batch"):
+            return prepared.batch.result()
+
     def _check_minibatches(
         self, step: int, prepared: Sequence[PreparedBatch], forward: PendingOutput | None
     ) -> Iterator[tuple[PreparedBatch, Linearized | None]]:
@@ -420,8 +424,7 @@ class Trainer:
         The iterator ends as soon as the guard skips the step.
         """
         for minibatch in prepared:
-            with self.times.waiting_for("batch"):
-                batch = minibatch.batch.result()
+            batch = self._wait_for_batch(minibatch)
             if minibatch is not prepared[0]:
                 forward = self._enqueue_forward(batch) if self.step_objective.needs_logprobs(minibatch) else None
             linearized = None

@@ -19,7 +19,7 @@ from blocks.errors import NotFiniteError, PoisonedError, ServiceError, ServiceLo
 TRANSIENT_ERRORS = (httpx.HTTPError, PrefectException, RuntimeError, ValueError)
 
 # Error messages of the local engine for NaN and infinity; other services return such values instead of an error.
-_POISONED = re.compile(r"\bloss is -?(nan|inf)\b")
+_POISONED = re.compile(r"\bloss is -?(nan|inf)\b|\blogits that are not finite\b")
 _NOT_FINITE = re.compile(r"\bnot finite\b")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, engine_url: s
     assert curve(result, "hindsight/taught") == [1.0] * 3
     assert abs(curve(result, "teacher_kl")[0]) > 1e-3
     assert curve(result, "teacher_age") == [0.0] * 3
+    # The teacher scores the eight samples of a step. Before, the run asks the service whether it scores last tokens.
+    scored = curve(result, "cost/num_scoring_tokens")[:3]
+    assert [now - before for before, now in pairwise([1.0, *scored])] == [8.0] * 3
     assert len(curve(result, "test/env/all/reward/total")) == 2
 
     def logged() -> list[float]:

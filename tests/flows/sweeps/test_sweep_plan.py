@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,18 @@ def test_median_rule() -> None:
     assert not pruner.should_stop("good", 2, 1.4)
     pruner.begin("bad", [(1, 9.0)])
     assert pruner.should_stop("bad", 2, 1.6)
+
+
+def test_a_trial_that_ends_with_nan_has_failed() -> None:
+    pruner = Pruner(PruneConfig(rule="median"), "min")
+    pruner.begin("a", ())
+    pruner.end("a", math.nan, pruned=False)
+    pruner.end("a", 1.0, pruned=False)  # it has ended
+
+
+def test_a_base_that_never_resumes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="base has resume 'never', but a resumed sweep resumes its trials"):
+        plan(tmp_path, fixed={"resume": "never"})
 
 
 def test_successive_halving_continues_one_of_three() -> None:

@@ -25,7 +25,7 @@ from sft_config import sft_fields
 from tinker import types
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
-from blocks.errors import ConfigError, GuardError, PoisonedError, ServiceError
+from blocks.errors import ConfigError, GuardError, PoisonedError, RolledBackError, ServiceError
 from blocks.files.local import home
 from blocks.files.local_directory import LocalDirectory
 from deployments.command_line import main
@@ -39,6 +39,7 @@ from flows.training import budget
 from flows.training.budget import Ledger
 from flows.training.guards import Guard, spike_score
 from objectives.batch import Batch
+from objectives.gradients.linearize import Linearized
 from objectives.objective import Objective
 from tasks.supervised.dataset import build_dataset
 from tasks.training.batch_source import SampledTokens
@@ -416,6 +417,31 @@ def test_spent_budget_stays_spent(fields: dict[str, Any], tmp_path: Path) -> Non
     assert again.stopped.startswith(f"The run stopped at a checkpoint before step {first.num_steps}: ")
     with pytest.raises(ConfigError, match=r"^No step was run: the run would have .* with step 0, but budget\."):
         sft(config.model_copy(update={"run_name": "none", "budget": BudgetConfig(prices=priced(tmp_path), usd=0.01)}))
+
+
+@pytest.mark.parametrize(("skipped", "blamed"), [([], [2]), ([3], [2, 3]), ([3, 4], [2, 3, 4])])
+def test_weights_that_break_before_skipped_steps_are_blamed_on_the_last_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skipped: list[int], blamed: list[int]
+) -> None:
+    for name in ("note_warning", "note_end", "emit"):
+        monkeypatch.setattr(f"flows.training.guards.{name}", lambda *_: None)
+    log: Any = None
+    finite = Linearized(torch.zeros(1), 1.0, 1.0, (), torch.zeros(0, 0), torch.zeros(0), {}, 1.0)
+    with LocalDirectory(tmp_path / "run") as directory:
+        for step in skipped:
+            line = {"step": step, "kind": "untrained", "policy": "skip", "loss": None, "why": "No token."}
+            directory.append_line("guards.jsonl", json.dumps(line))
+        guard = Guard(GuardConfig(not_finite="rollback"), "run", directory, log, Objective())
+        guard.check(2, lambda: finite)
+        step = 3 + len(skipped)
+        with pytest.raises(RolledBackError, match="Step 2 is skipped"), guard.checked_responses(step):
+            raise PoisonedError("The weights are broken.")
+        assert sorted(guard.skipped_steps) == blamed
+        # With a guard of the restarted run, which trains no step before it: the problem is none of step 2's batch.
+        again = Guard(GuardConfig(not_finite="rollback"), "run", directory, log, Objective())
+        message = r"at step 2, which is skipped already: .*check the evaluation and the weights"
+        with pytest.raises(GuardError, match=message), again.checked_responses(2):
+            raise PoisonedError("The held-out data has the test/nll inf.")
 
 
 def test_skipped_steps_follow_the_data_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,6 +205,18 @@ def test_text_labels_of_environments_are_stored_with_the_completions(tmp_path: P
     assert len((tmp_path / "run" / "taught.jsonl").read_text().splitlines()) == 1
 
 
+def test_failed_groups_are_warned_of(tmp_path: Path) -> None:
+    class Broken(Opaque):
+        async def make_envs(self) -> list[PromptEnv]:
+            raise ValueError("no such problem")
+
+    source = open_source(tmp_path, Groups(Broken(), Opaque()))
+    assert load_batch(source).num_datums == 1
+    (warning,) = source.pop_warnings().values()
+    assert "1 of 2 groups of the teacher failed in all attempts and are left out" in warning
+    assert "no such problem" in warning
+
+
 def test_a_step_without_a_trained_token_is_an_error(tmp_path: Path) -> None:
     untrained = Rows(hard_datum([5, 6, 7], [0.0] * 3), hard_datum([5, 8], [0.0] * 2))
     source = open_source(tmp_path, untrained)

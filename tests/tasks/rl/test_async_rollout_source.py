@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -144,6 +145,28 @@ def test_run_ends_if_all_groups_fail(snapshots: Any) -> None:
         source.begin(0, 2, {})
         with pytest.raises(ConfigError, match=r"groups failed since the last step .*this one is broken"):
             take(source, 0, snapshots)
+
+
+def test_run_ends_although_one_group_is_complete(snapshots: Any) -> None:
+    with closing(open_source(NumberedGroups(99, {}, broken=frozenset(range(1, 198))))) as source:
+        source.begin(0, 2, {})
+        with pytest.raises(ConfigError, match="groups failed since the last step"):
+            take(source, 0, snapshots)
+
+
+def test_an_error_of_the_data_ends_the_run(snapshots: Any) -> None:
+    """The data is read for the group that replaces a failed one."""
+
+    class Unreadable(NumberedGroups):
+        def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+            if index == 3:
+                raise ValueError("row 7 is torn")
+            return super().get_batch(index)
+
+    with closing(open_source(Unreadable(2000, {}, broken=frozenset({0, 1, 2, 3})))) as source:
+        source.begin(0, 2, {})
+        with pytest.raises(ConfigError, match="row 7 is torn"):
+            list(map(partial(take, source, snapshots=snapshots), range(2)))
 
 
 def test_minibatches_and_updates_share_the_groups_of_a_step(snapshots: Any) -> None:

@@ -12,7 +12,8 @@ from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup, Transition
 
 from objectives.batch import Batch
 from tasks.rl.advantages import AdvantageSettings, TokenAdvantages, compute_token_advantages, has_no_advantages
-from tasks.rl.trajectories import apply_kl_penalty, compute_critic_metrics
+from tasks.rl.rollouts.group_rollout import Group
+from tasks.rl.trajectories import apply_kl_penalty, compute_critic_metrics, kept_groups
 from tasks.training.batch_source import TrainedBatch
 
 PROMPT = types.ModelInput.from_ints([5])
@@ -121,3 +122,29 @@ def test_groups_are_dropped_exactly_if_their_advantages_are_zero(estimator: str,
 def test_advantages_per_turn_of_members_without_a_turn() -> None:
     empty = group([Trajectory([], PROMPT), Trajectory([], PROMPT)], [1.0, 0.0])
     assert compute_token_advantages([empty], AdvantageSettings("per_turn")).advantages_T.tolist() == []
+
+
+@pytest.mark.parametrize("estimator", ["group_mean", "leave_one_out", "per_turn", "discounted", "gae"])
+def test_groups_without_sampled_tokens_have_no_advantages(estimator: str) -> None:
+    """The prompt of such a group is longer than the limit of a trajectory."""
+    empty = group([trajectory(), trajectory()], [1.0, 0.0])
+    settings = AdvantageSettings(estimator=estimator)  # pyright: ignore[reportArgumentType]
+    assert not len(compute_token_advantages([empty], settings).advantages_T)
+    last = compute_token_advantages([GROUPS[0], empty], settings).advantages_T
+    torch.testing.assert_close(last, compute_token_advantages([GROUPS[0]], settings).advantages_T)
+
+
+def test_rewards_that_differ_by_rounding_teach_nothing() -> None:
+    split = group([trajectory((1, 0.1), (1, 0.2)), trajectory((1, 0.3))], [0.0, 0.0])
+    assert len(set(split.get_total_rewards())) == 2
+    assert has_no_advantages(split, AdvantageSettings())
+    small = group([trajectory((1, 1e-9)), trajectory((1, 2e-9))], [0.0, 0.0])
+    assert not has_no_advantages(small, AdvantageSettings())
+
+
+def test_a_group_with_tokens_is_kept_if_all_groups_are_constant() -> None:
+    empty, constant = group([trajectory(), trajectory()], [1.0, 1.0]), group([trajectory((1, 1.0))] * 2, [0.0, 0.0])
+    groups = [Group((), part, ()) for part in (empty, constant)]
+    assert kept_groups(groups, None, AdvantageSettings(drop_constant=True)) == [1]
+    assert kept_groups(groups, None, AdvantageSettings()) == [0, 1]
+    assert kept_groups(groups[:1], None, AdvantageSettings(drop_constant=True)) == [0]
