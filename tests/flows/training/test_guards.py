@@ -20,6 +20,7 @@ import yaml
 from engine_process import EngineProcess
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from rl_config import rl_fields
 from saved_weights import saved_weights
 from sft_config import sft_fields
 from tinker import types
@@ -32,6 +33,7 @@ from deployments.command_line import main
 from engine.models import resolve_model
 from flows.config.train import BudgetConfig, GuardConfig, SftConfig
 from flows.estimates.supervised import estimate
+from flows.rl import RlConfig, rl
 from flows.runs.prices import FREE, TABLE, Price, digest_prices, price_of
 from flows.runs.result import TrainResult
 from flows.sft import sft
@@ -209,6 +211,19 @@ def test_poisoned_weights_are_never_recorded(fields: dict[str, Any]) -> None:
         sft(SftConfig.model_validate(fields))
     records = (Path(fields["storage"]) / "poisoned" / "checkpoints.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in records] == [1]  # without step 0: the initial weights
+
+
+@pytest.mark.usefixtures("prefect_server", "api_key")
+def test_broken_weights_that_show_first_in_sampling_are_rolled_back(
+    tmp_path: Path, mlflow_uri: str, engine_url: str
+) -> None:
+    guards = {"not_finite": "rollback", "max_in_a_row": 1}
+    fields = rl_fields(tmp_path, "sampled", mlflow_uri, engine_url) | {"learning_rate": 1e30, "guards": guards}
+    fields |= {"num_steps": 4, "eval_every": 0, "checkpoint_every": 1}
+    with pytest.raises(GuardError, match=r"stopped at step 1 after 1 consecutive skipped steps: .*sample a rollout"):
+        rl(RlConfig.model_validate(fields))
+    lines = (Path(fields["storage"]) / "sampled" / "guards.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0]
 
 
 def test_run_stops_within_its_budget_and_resumes_with_a_higher_one(
