@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -71,6 +72,10 @@ def estimate_effects(
     return effects
 
 
+# Dimensions of the weights of the measured run, which for `rlhf` is the policy stage.
+_STRENGTH = re.compile(r"(policy\.training\.)?objective\.regularizers\.[^.]+\.(weight|enabled)(\.|$)")
+
+
 def fit_least_squares(x_NC: np.ndarray, y_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Fit ``y = x @ coefficients``; return the coefficients and half widths of their intervals, each ``(C,)``.
 
@@ -112,21 +117,25 @@ def _regularizer_columns(
 
 
 def _other_columns(trials: Sequence[tuple[PointRow, Trial]]) -> list[np.ndarray]:
-    """Columns of the seeds and of all dimensions except the regularizers'.
+    """Columns of the seeds and of all dimensions except whether and how strongly regularizers are trained.
 
     A numeric dimension is one column, in logarithms if it spans a factor of ten. Other dimensions are indicators.
     """
     columns = _indicators([trial.seed for _, trial in trials])
     for name in dimensions([row for row, _ in trials]):
-        if name == "ablation" or (
-            name.startswith("objective.regularizers.") and name.endswith((".weight", ".enabled"))
-        ):
+        if name == "ablation" or _STRENGTH.match(name):
             continue
         values = [row.point.values.get(name) for row, _ in trials]
-        if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-            numbers = np.array(values, dtype=float)
+        known = [value for value in values if value is not None]
+        if all(isinstance(value, int | float) and not isinstance(value, bool) for value in known):
+            has_value_N = np.array([value is not None for value in values])
+            numbers = np.array(known, dtype=float)
             wide = numbers.min() > 0 and numbers.max() >= 10 * numbers.min()
-            columns.append(np.log10(numbers) if wide else numbers)
+            numbers = np.log10(numbers) if wide else numbers
+            # A field of an ablated regularizer has no value; centered, so that it does not tell which trials have one.
+            column = np.zeros(len(values))
+            column[has_value_N] = numbers - numbers.mean()
+            columns.append(column)
         else:
             columns += _indicators(values)
     return columns

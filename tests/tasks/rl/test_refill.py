@@ -235,6 +235,16 @@ def test_groups_that_are_masked_as_a_whole_are_replaced(snapshots: Any) -> None:
     assert step.metrics["env/all/total_episodes"] == 2 * 8
 
 
+def test_discarded_groups_of_async_steps_count_in_the_mean_of_a_named_reward(snapshots: Any) -> None:
+    with closing(AsyncRolloutSource(DATA, None, cast(Any, Decoder()), SETTINGS, MinibatchSettings(), 1)) as source:
+        source.rewards = NamedRewards({"total": RewardSpec()}, "sum")
+        source.begin(0, 1, {})
+        step = take(source, 0, snapshots)
+    assert step.metrics["rollout/discarded"] > 0
+    assert step.metrics["reward/total/value"] == pytest.approx(step.metrics["env/all/reward/total"])
+    assert step.metrics["reward/total/value"] == pytest.approx(step.metrics["rewards/sum"])
+
+
 def test_async_steps_have_full_batches_of_groups_that_teach(snapshots: Any) -> None:
     source = AsyncRolloutSource(DATA, None, cast(Any, Decoder()), SETTINGS, MinibatchSettings(), 1)
     with closing(source):

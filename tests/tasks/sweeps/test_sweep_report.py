@@ -76,6 +76,31 @@ def test_correlated_dimension_is_not_counted_as_an_effect() -> None:
     assert effect.estimate == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(
+    "dimension",
+    [
+        "objective.regularizers.a.weight",
+        "objective.regularizers.a.weight.end",
+        "policy.training.objective.regularizers.a.weight",
+    ],
+)
+def test_a_weight_is_no_dimension_next_to_its_effect(dimension: str) -> None:
+    weights = {1: 0.1, 2: 1.0, 3: 10.0}
+    metrics = {(n, seed): {"loss": 0.5 * math.log10(weight)} for n, weight in weights.items() for seed in (0, 1)}
+    rows = rows_of(metrics, **{dimension: weights})
+    (effect,) = estimate_effects(rows, {n: {"a": weight} for n, weight in weights.items()}, ["loss"])
+    assert (effect.change, effect.estimate) == (TENFOLD, pytest.approx(0.5))
+
+
+def test_a_parameter_of_an_ablated_regularizer_leaves_its_effect_determined() -> None:
+    """Trials without the regularizer have no value of its parameter."""
+    limits: dict[int, float | None] = {1: None, 2: 1.0, 3: 2.0}
+    loss = {1: 1.0, 2: 0.8, 3: 0.7}
+    rows = rows_of({(n, 0): {"loss": value} for n, value in loss.items()}, limit=limits)
+    (effect,) = estimate_effects(rows, {n: {"a": float(n > 1)} for n in loss}, ["loss"])
+    assert effect.estimate == pytest.approx(-0.25)  # at the mean limit
+
+
 def test_confounded_effects_are_nan() -> None:
     together = {1: {"a": 0.0, "b": 0.0}, 2: {"a": 1.0, "b": 1.0}}
     effects = estimate_effects(rows_of({(1, 0): {"loss": 1.0}, (2, 0): {"loss": 2.0}}), together, ["loss"])
