@@ -354,7 +354,7 @@ def warn_about_candidates(run: Run, config: TrainConfig, objective: Objective) -
     """Warn if the config sets candidates, but no term needs them, or if they are left out of the balancing."""
     is_set = getattr(config, "candidates", "auto") not in ("auto", "off")
     on_candidates = [term.name for term in objective.regularizers if term.on_candidates]
-    if is_set and not on_candidates:
+    if is_set and not on_candidates and not objective.has_open_choice:  # open if the first step is skipped
         text = "candidates is set, but no term needs them on this data, so none are sampled: remove candidates."
         note_warning(run.log, "pitfall.candidates", text)
     if on_candidates and objective.balance:

@@ -216,8 +216,8 @@ class Trainer:
             if is_new:
                 digests, is_sampled = self.contents.digests.get("data", {}), self.source.sampled
                 announce_first_batch(self.run, self.config, self.objective, batch, digests, is_sampled=is_sampled)
-            if self.config.register_prompts:
-                register_prompts(self.run.log, self.config, self.run.client.get_tokenizer())
+        if self.config.register_prompts:
+            register_prompts(self.run.log, self.config, self.run.client.get_tokenizer())
         if self.ledger.stopped and self.start is None:
             raise ConfigError(self.ledger.stopped)
 

@@ -99,6 +99,24 @@ def kl_per_answer(
     return clustered(sums_D, [1.0] * len(sums_D), problems_D)
 
 
+def entropy_per_token(own_D: Sequence[Sequence[float]]) -> float:
+    """Entropy of the next-token distribution in nats, estimated as the mean of -logprob on a policy's own answers.
+
+    >>> entropy_per_token([[-1.0, -2.0], [-3.0]])
+    2.0
+    """
+    return -float(np.mean([value for own in own_D for value in own]))
+
+
+def perplexity(logprobs_D: Sequence[Sequence[float]]) -> float:
+    """Exponential of the mean negative logprob per token.
+
+    >>> perplexity([[math.log(0.5)], [math.log(0.5), math.log(0.5)]])
+    2.0
+    """
+    return math.exp(entropy_per_token(logprobs_D))
+
+
 def distinct(n: int, texts: Sequence[str]) -> float:
     """Share of distinct n-grams among all n-grams of words; NaN if no text has n words.
 

@@ -363,7 +363,6 @@ def test_services_that_do_not_stop_are_not_called_a_running_up(tmp_path: Path, m
             pass
 
 
-@pytest.mark.process
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -374,6 +373,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (tmp_path / "up.json").read_bytes() == b""
 
 
+@pytest.mark.process
 def test_a_wait_is_announced_whenever_a_service_becomes_ready(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         engine, worker = (Service(name, "", tmp_path / name, process) for name in ("Engine", "Worker"))
