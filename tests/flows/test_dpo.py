@@ -46,7 +46,8 @@ def test_reference_is_the_start_of_the_run_after_every_restart(
     rows = {row.metric: row for row in first.held_out}
     for name in ("accuracy", "margin"):
         assert rows[name].after.value == pytest.approx(curve(first, f"test/{name}")[1], abs=1e-6)
-        assert rows[name].change.half_width > 0
+    # Not that of accuracy: where rounding makes no pair right at the start, all pairs change alike.
+    assert rows["margin"].change.half_width > 0
     assert len(cached_logprobs(tmp_path, "preferences")) == 2 * (4 * 4 + 64)
     fields = dpo_fields(tmp_path, "preferences", mlflow_uri, engine_url)
     estimated = estimate(DpoConfig.model_validate(fields))
