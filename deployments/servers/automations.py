@@ -106,7 +106,7 @@ def restart_automation(after_s: float = 60.0) -> AutomationCore:
 
 
 def crash_loop_automation(num_crashes: int = 10, within: timedelta = timedelta(hours=1)) -> AutomationCore:
-    """Build the automation that fails a run that the automation above restarts again and again.
+    """Build the automation that fails a run that `restart_automation` restarts again and again.
 
     The run itself counts only the restarts that reach its code (`max_restarts`), and not those in which its process
     ends during the imports.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from blocks.errors import ConfigError
 from flows.config.flow_lookup import SweptConfig, find_flow
@@ -176,8 +176,17 @@ def _check_values(plan: SweepPlan) -> None:
             _check(plan, {dimension.name: option.label}, "the space")
 
 
-def _stages(config: SweptConfig) -> Sequence[TrainConfig]:
-    return config.stages() if isinstance(config, RlhfConfig) else [config]
+def _check_seeds(config: RlhfConfig, other: RlhfConfig) -> None:
+    """Check that the stages of two configs, which differ only in the seed, have different seeds.
+
+    Raises:
+        ConfigError: A stage has a seed of its own.
+    """
+    for stage, same in zip(config.stages(), other.stages(), strict=True):
+        if stage.seed == same.seed:
+            raise ConfigError(
+                f"a stage has the seed {stage.seed}, so the sweep's seeds do not reach it: remove the stage's seed"
+            )
 
 
 def _check(plan: SweepPlan, values: Mapping[str, Label], subject: str) -> None:
@@ -192,13 +201,10 @@ def _check(plan: SweepPlan, values: Mapping[str, Label], subject: str) -> None:
     assignment = ", ".join(f"{name}={value}" for name, value in values.items()) or "the base config"
     try:
         longest = plan.trial_name(plan.num_points, max(plan.config.seeds))
-        seeds = max(plan.config.seeds) + 1, max(plan.config.seeds) + 2  # a stage cannot have both by itself
-        config, other = (plan.config_of(values, longest, seed) for seed in seeds)
-        for stage, same in zip(_stages(config), _stages(other), strict=True):
-            if stage.seed == same.seed:
-                raise ConfigError(
-                    f"a stage has the seed {stage.seed}, so the sweep's seeds do not reach it: remove the stage's seed"
-                )
+        config = plan.config_of(values, longest, seed=0)
+        if isinstance(config, RlhfConfig):
+            _check_seeds(config, cast(RlhfConfig, plan.config_of(values, longest, seed=1)))
+        for stage in config.stages() if isinstance(config, RlhfConfig) else [config]:
             with Objective.from_spec(stage.objective):
                 pass
     except ValueError as error:  # ConfigError or ObjectiveError

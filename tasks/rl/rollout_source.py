@@ -67,9 +67,9 @@ from tasks.rl.trajectories import (
     compute_post_kl,
     count_tokens,
     first_error,
+    groups_to_pack,
     has_several_turns,
     has_trained_tokens,
-    kept_groups,
     pack_groups,
     rollouts_of,
 )
@@ -435,8 +435,8 @@ class RolloutSource(BatchSource):
         if not self.settings.mask_truncated:
             return False
         mix = self.rewards.weights_at(step) if self.rewards else None
-        kept = [groups[number] for number in kept_groups(groups, mix, self.settings.shape)]
-        return all(is_truncated(trajectory) for trajectory, _ in rollouts_of(kept))
+        packed = [groups[number] for number in groups_to_pack(groups, mix, self.settings.shape)]
+        return all(is_truncated(trajectory) for trajectory, _ in rollouts_of(packed))
 
     def metrics(self, step: int, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:
         self.fit_critic(step)

@@ -63,7 +63,7 @@ def pack_groups(
     Raises:
         ConfigError: no group succeeded, or none has a token to train on.
     """
-    numbers = kept_groups(groups, mix, settings)
+    numbers = groups_to_pack(groups, mix, settings)
     if not numbers:
         raise ConfigError(
             f"All {len(groups)} groups of a step or of one of its minibatches failed ({first_error(groups)}): check "
@@ -115,17 +115,17 @@ def pack_groups(
     )
 
 
-def kept_groups(groups: Sequence[Group], mix: RewardWeights | None, settings: AdvantageSettings) -> list[int]:
-    """Indices of the groups that a minibatch consists of: those that succeeded, with `drop_constant` less the constant.
+def groups_to_pack(groups: Sequence[Group], mix: RewardWeights | None, settings: AdvantageSettings) -> list[int]:
+    """Indices of the groups that succeeded and, with `drop_constant`, are not constant.
 
-    If all groups are constant, the first one with a token to train on is kept.
+    If all of them are constant, the first one with a token to train on is packed.
     """
-    numbers = [number for number, group in enumerate(groups) if group.trajectories is not None]
+    completed = [number for number, group in enumerate(groups) if group.trajectories is not None]
     if not settings.drop_constant:
-        return numbers
-    kept = [number for number in numbers if not _is_constant(groups[number], mix, settings)]
-    with_tokens = (number for number in numbers if has_trained_tokens(groups[number]))
-    return kept or [next(with_tokens, number) for number in numbers[:1]]
+        return completed
+    varied = [number for number in completed if not _is_constant(groups[number], mix, settings)]
+    trainable = (number for number in completed if has_trained_tokens(groups[number]))
+    return varied or [next(trainable, completed[0])] if completed else []
 
 
 def has_trained_tokens(group: Group) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
+import sys
+import types
 import zlib
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -214,6 +217,22 @@ def test_built_in_text_terms_are_prepared_once(name):
 @per_datum()
 def count_after(start: str, batch: Batch, *, prefix: str = "") -> list[Count]:
     return [Count(count.words, (start, *count.parts)) for count in count_words(batch, prefix=prefix)]
+
+
+def test_a_changed_function_of_a_notebook_is_prepared_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module of a notebook's cells has no source of its own."""
+    notebook = types.ModuleType("notebook_of_a_test")
+    monkeypatch.setitem(sys.modules, notebook.__name__, notebook)
+    cache, features = FeatureCache(), []
+    for cell, value in enumerate((1.0, 2.0)):
+        source, file = f"def prepare(batch):\n    return [{value}] * batch.num_datums\n", f"<cell {cell}>"
+        monkeypatch.setitem(linecache.cache, file, (len(source), None, source.splitlines(keepends=True), file))
+        exec(compile(source, file, "exec"), notebook.__dict__)
+        prepare = per_datum()(notebook.prepare)
+        term = replace(words, name="test_cell", prepare=prepare)
+        (bound,) = Objective(regularizers=[{"name": "test_cell", "fn": term}]).regularizers
+        features += cache.features(bound, batch_of("a b"), prepare)
+    assert features == [1.0, 2.0]
 
 
 def test_a_partial_is_cached_by_its_arguments():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ LENGTHS = [6, 3, 5, 2, 4, 7]
 DESIRABLE = [1, 0, 0, 1, 1, 0]  # pair 0 is chosen first, pair 1 rejected first
 ORDER = [0, 3, 4, 1, 2, 5]  # chosen completions of the three pairs, then their rejected ones
 BETA = 0.3
+REWARDS = {"margin": "rewards/margins", "chosen_reward": "rewards/chosen", "rejected_reward": "rewards/rejected"}
 
 
 def case(seed: int) -> tuple[Batch, Outputs]:
@@ -74,13 +75,20 @@ def inputs(batch: Batch, order: list[int] = ORDER) -> dict[str, Tensor]:
 
 def check(
     name: str, params: dict[str, float], loss: Tensor, logprobs_DT: Tensor, batch: Batch, outputs: Outputs
-) -> Any:
+) -> Mapping[str, float]:
     """Compare a term with a loss of TRL that autograd differentiates by the packed log-probabilities."""
     actual = evaluate(bind(name, params=params), outputs, batch)
     (gradient_DT,) = torch.autograd.grad(loss, logprobs_DT)
     assert actual.value == pytest.approx(loss.item(), rel=1e-6)
     torch.testing.assert_close(actual.gradient_DT.double(), gradient_DT, rtol=1e-5, atol=1e-7)
     return actual.metrics
+
+
+def check_metrics(metrics: Mapping[str, float], reference: SimpleNamespace, names: Mapping[str, str]) -> None:
+    """Compare metrics of a term with those that a trainer of TRL has logged, by their names there."""
+    logged = reference._metrics["train"]
+    expected = {name: logged[of_trl][-1] for name, of_trl in (REWARDS | names).items()}
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -91,13 +99,13 @@ def test_dpo_and_ipo(name: str, loss_type: str, seed: int) -> None:
     reference_DT = outputs.ref_logprobs_DT
     assert reference_DT is not None
     logprobs_DT = outputs.logprobs_DT.clone().requires_grad_()
-    policy, reference = padded(logprobs_DT, batch), padded(reference_DT, batch)
+    policy, frozen = padded(logprobs_DT, batch), padded(reference_DT, batch)
     given = inputs(batch)
     if name == "ipo":
-        policy, reference = policy.sum(1, keepdim=True), reference.sum(1, keepdim=True)
+        policy, frozen = policy.sum(1, keepdim=True), frozen.sum(1, keepdim=True)
         given = {key: values[:, :2] for key, values in given.items()} | {"completion_mask": torch.tensor([[0, 1]] * 6)}
-    chosen, rejected = reference.sum(1).chunk(2)
-    reference_model = trainer(
+    chosen, rejected = frozen.sum(1).chunk(2)
+    reference = trainer(
         ld_alpha=None,
         f_divergence_type="reverse_kl",
         loss_types=[loss_type],
@@ -105,17 +113,10 @@ def test_dpo_and_ipo(name: str, loss_type: str, seed: int) -> None:
         use_weighting=False,
     )
     loss = DPOTrainer._compute_loss(
-        reference_model, model(policy), given | {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}, False
+        reference, model(policy), given | {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}, False
     )
     metrics = check(name, {"beta": BETA}, loss, logprobs_DT, batch, outputs)
-    theirs = {key: values[-1] for key, values in reference_model._metrics["train"].items()}
-    for ours, key in {
-        "accuracy": "rewards/accuracies",
-        "margin": "rewards/margins",
-        "chosen_reward": "rewards/chosen",
-        "rejected_reward": "rewards/rejected",
-    }.items():
-        assert metrics[ours] == pytest.approx(theirs[key], rel=1e-5), key
+    check_metrics(metrics, reference, {"accuracy": "rewards/accuracies"})
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -127,7 +128,7 @@ def test_kto(seed: int) -> None:
     assert reference_DT is not None
     logprobs_DT = outputs.logprobs_DT.clone().requires_grad_()
     labelled, mismatched = [0, 1, 2, 3], [4, 5]
-    reference_model = trainer(
+    reference = trainer(
         loss_type="kto",
         calculate_KL=True,
         desirable_weight=0.7,
@@ -135,7 +136,7 @@ def test_kto(seed: int) -> None:
         _compute_kl_logps=lambda *_: padded(logprobs_DT, batch, mismatched).sum(1),
     )
     loss = KTOTrainer._compute_loss(
-        reference_model,
+        reference,
         model(padded(logprobs_DT, batch, labelled)),
         inputs(batch, labelled)
         | {
@@ -147,14 +148,7 @@ def test_kto(seed: int) -> None:
     )
     params = {"beta": BETA, "desirable_weight": 0.7, "undesirable_weight": 1.6}
     metrics = check("kto", params, loss, logprobs_DT, batch, outputs)
-    theirs = {key: values[-1] for key, values in reference_model._metrics["train"].items()}
-    for ours, key in {
-        "z": "kl",
-        "margin": "rewards/margins",
-        "chosen_reward": "rewards/chosen",
-        "rejected_reward": "rewards/rejected",
-    }.items():
-        assert metrics[ours] == pytest.approx(theirs[key], rel=1e-5), key
+    check_metrics(metrics, reference, {"z": "kl"})
 
 
 @pytest.mark.parametrize("seed", range(5))

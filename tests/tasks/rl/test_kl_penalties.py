@@ -64,13 +64,17 @@ def test_penalties_of_a_step_with_several_parts_equal_the_cookbooks(num_minibatc
     torch.testing.assert_close(torch.cat(advantages), torch.cat(expected))
 
 
-def test_a_step_whose_rollouts_are_all_masked_gets_no_penalty() -> None:
+@pytest.mark.parametrize("has_constant", [False, True])
+def test_a_step_whose_rollouts_are_all_masked_gets_no_penalty(has_constant: bool) -> None:
+    """A constant group is not truncated, but dropped."""
     groups = random_groups()
     for trajectory in (trajectory for group in groups for trajectory in group.trajectories_G):
         trajectory.transitions[-1].ac.stop_reason = "length"
-    settings = RolloutSettings(
-        0, 8, 1.0, RetryWholeGroup(0), AdvantageSettings(kl_coefficient=0.3), mask_truncated=True
-    )
+    if has_constant:
+        complete = random_groups(seed=9)[0]
+        groups[0] = replace(complete, final_rewards_G=[-sum_of(member) for member in complete.trajectories_G])
+    shape = AdvantageSettings(kl_coefficient=0.3, drop_constant=has_constant)
+    settings = RolloutSettings(0, 8, 1.0, RetryWholeGroup(0), shape, mask_truncated=True)
     with closing(
         RolloutSource(cast(Any, ThreeGroups()), None, cast(Any, Decoder()), settings, MinibatchSettings(3))
     ) as source:

@@ -215,6 +215,16 @@ def test_resumed_source_repeats_groups_and_tokens(snapshots: Any, num_minibatche
         assert [step.tokens for step in resumed] == [step.tokens for step in whole[first:]]
 
 
+def test_rollouts_of_a_skipped_step_are_charged_at_the_next_one(snapshots: Any) -> None:
+    with closing(open_source(DATA, replace(SETTINGS, refill_rounds=0))) as source:
+        source.begin(0, 2, {})
+        for pending in source.load(0, snapshots):
+            pending.result()
+        source.skip(0)
+        assert take(source, 1, snapshots).sampled.num_sample_tokens == 2 * 8 * NUM_TOKENS
+        assert source.stop_sampling() == SampledTokens()
+
+
 def test_groups_are_constant_by_the_named_rewards(snapshots: Any) -> None:
     """Every member has the named reward 1, so that no group can teach."""
     with closing(open_source(DATA, replace(SETTINGS, refill_rounds=1))) as source:

@@ -13,7 +13,7 @@ from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup, Transition
 from objectives.batch import Batch
 from tasks.rl.advantages import AdvantageSettings, TokenAdvantages, compute_token_advantages, has_no_advantages
 from tasks.rl.rollouts.group_rollout import Group
-from tasks.rl.trajectories import apply_kl_penalty, compute_critic_metrics, kept_groups
+from tasks.rl.trajectories import apply_kl_penalty, compute_critic_metrics, groups_to_pack
 from tasks.training.batch_source import TrainedBatch
 
 PROMPT = types.ModelInput.from_ints([5])
@@ -145,6 +145,6 @@ def test_rewards_that_differ_by_rounding_teach_nothing() -> None:
 def test_a_group_with_tokens_is_kept_if_all_groups_are_constant() -> None:
     empty, constant = group([trajectory(), trajectory()], [1.0, 1.0]), group([trajectory((1, 1.0))] * 2, [0.0, 0.0])
     groups = [Group((), part, ()) for part in (empty, constant)]
-    assert kept_groups(groups, None, AdvantageSettings(drop_constant=True)) == [1]
-    assert kept_groups(groups, None, AdvantageSettings()) == [0, 1]
-    assert kept_groups(groups[:1], None, AdvantageSettings(drop_constant=True)) == [0]
+    assert groups_to_pack(groups, None, AdvantageSettings(drop_constant=True)) == [1]
+    assert groups_to_pack(groups, None, AdvantageSettings()) == [0, 1]
+    assert groups_to_pack(groups[:1], None, AdvantageSettings(drop_constant=True)) == [0]
