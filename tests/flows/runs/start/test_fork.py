@@ -105,6 +105,9 @@ def test_a_new_term_of_a_fork_trains(tmp_path: Path, engine_url: str, mlflow_uri
     fields |= {"resume": "parent@final", "num_steps": 2}
     fields["objective"] = {"regularizers": [length, repetition]}
     result = sft(SftConfig.model_validate(fields | {"run_name": "fork"}))
+    # The record of the fork's start names its own flow run, which `resume: never` lets start again.
+    origin = json.loads((tmp_path / "runs" / "fork" / "checkpoints.jsonl").read_text().splitlines()[0])
+    assert origin["flow_run_id"] == result.flow_run_id
     assert curve(result, "term/repetition/trained_prompts")[-1] > 0
     assert curve(result, "term/repetition/grad_share")[-1] > 0
     with pytest.raises(ObjectiveError, match="The scores of length, repetition cannot train"):

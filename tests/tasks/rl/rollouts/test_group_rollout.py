@@ -19,7 +19,16 @@ import torch
 from engine_process import engine_tokens
 from tinker import types
 from tinker_cookbook.completers import StopCondition
-from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, Metrics, StepResult, Trajectory
+from tinker_cookbook.rl.types import (
+    Action,
+    ActionExtra,
+    Env,
+    EnvGroupBuilder,
+    InitialObservationOverflow,
+    Metrics,
+    StepResult,
+    Trajectory,
+)
 
 from blocks.errors import ConfigError, ServiceError, UserCodeError
 from tasks.common.event_loop import run_coroutine
@@ -337,6 +346,26 @@ def test_group_whose_judge_fails_is_retried(sampler: tinker.SamplingClient) -> N
     group = roll_out(sampler, builder, max_retries=1)
     assert len(tokens_of(group)) == 3
     assert [error.error_type for error in group.errors] == ["TimeoutError"]
+
+
+class TooLong(EnvGroupBuilder):
+    """Group of two members, whose prompt exceeds the limit of a trajectory."""
+
+    async def make_envs(self) -> Sequence[Env]:
+        env = SimpleNamespace(initial_observation=self.initial_observation)
+        return [cast(Env, env)] * 2
+
+    async def initial_observation(self) -> InitialObservationOverflow:
+        return InitialObservationOverflow(reward=-0.5, metrics={"stop/max_tokens": 1.0})
+
+
+def test_held_out_batches_without_tokens_are_left_out(sampler: tinker.SamplingClient) -> None:
+    settings = RolloutSettings(0, 4, SamplingDistribution(), RetryWholeGroup(), SHAPE)
+    tokenizer = cast(Any, SimpleNamespace(decode=str))
+    held_out = HeldOutEnvironments(Groups([Guesses([["ends"] * 2]), TooLong()], 1), settings, tokenizer)
+    metrics = run_coroutine(held_out(sampler))
+    assert len(held_out.evaluated) == 1
+    assert metrics["test/env/all/total_episodes"] == 4
 
 
 def test_held_out_group_whose_rewards_fail_is_retried(engine_url: str, sampler: tinker.SamplingClient) -> None:
